@@ -1,0 +1,1 @@
+"""Who plans and decodes: one protocol (`base.Backend`), one file per library."""

@@ -1,0 +1,78 @@
+"""What a backend must do for the manager. A backend owns no buffer: it is handed bytes and makes views of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ..spec import PlanSpec
+
+#: One table set as the backend sees it. torch, triton and aiter's have `.work_info int32[capacity, 4]` and
+#: `.reduce_info int32[rows, 2]`.
+NativePlan = Any
+
+#: Words of the sanitizer's counters (int64 each).
+FLAG_STALE, FLAG_CLAMPED = 0, 1
+NUM_FLAGS = 2
+
+
+class Backend(Protocol):
+    """Planner and decode of one library. Every method but `refuse_*`, `*_bytes` and `compile` may run while a stream
+    records: no host read, no data-dependent shape, no `Device.allocate`."""
+
+    name: str
+    #: Most rows of one table set; None = no limit. Larger classes become segments (R23).
+    max_plan_rows: int | None
+
+    def refuse_spec(self, spec: PlanSpec, device: Any) -> Sequence[str]:
+        """Reasons why this backend can never serve `spec` on `device`, each with its way out; empty = it can."""
+        ...
+
+    def refuse_step(self, spec: PlanSpec, context_lens: Any) -> Sequence[str]:
+        """Reasons against this one step; asked once per step, with the tensor the kernel will get. Empty = it can."""
+        ...
+
+    def table_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
+        """Bytes of one table set (tables and staged lengths) for `plan_rows` rows."""
+        ...
+
+    def scratch_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
+        """Bytes of the partial results of one decode call for `plan_rows` rows."""
+        ...
+
+    def compile(self, spec: PlanSpec, plan_rows: int, device: Any) -> int:
+        """Prepare everything that is specialised for this class; returns how many specialisations were made."""
+        ...
+
+    def make_tables(self, spec: PlanSpec, plan_rows: int, num_compute_units: int, buffer: Any) -> NativePlan:
+        """Views of `buffer` (uint8[table_bytes]) as one table set. Contents stay undefined until `refresh`."""
+        ...
+
+    def refresh(self, tables: NativePlan, context_lens: Any | None, num_rows: int) -> None:
+        """Plan `num_rows` lengths (None: all rows empty) into `tables`: rows behind them read as 0, lengths are
+        clamped to [0, max_context_tokens], every word of both tables is written."""
+        ...
+
+    def decode(
+        self,
+        tables: NativePlan,
+        scratch: Any,
+        output: Any,
+        query: Any,
+        key_cache: Any,
+        value_cache: Any,
+        block_tables: Any,
+        softmax_scale: float,
+        key_scale: Any,
+        value_scale: Any,
+        sinks: Any,
+    ) -> None:
+        """Decode query [R * query_length, q_heads, D], R <= plan rows, into `output` of the same shape by the tasks
+        in `tables`, with partials in `scratch` (uint8[>= scratch_bytes], the lane's arena). Rows without tasks get
+        exact zeros and none of their block table entries is used as an index."""
+        ...
+
+    def sanitize(self, tables: NativePlan, context_lens: Any, num_rows: int, flags: Any) -> None:
+        """Add 1 to flags[FLAG_STALE] if `tables` were not made from the lengths that are in `context_lens` now (rows
+        behind them: from 0), and to flags[FLAG_CLAMPED] the number of lengths above max_context_tokens."""
+        ...

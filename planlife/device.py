@@ -1,0 +1,94 @@
+"""What the lifecycle needs of a device. The core is written against this protocol and knows no torch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+Buffer = Any  #: what `Device.allocate` returns: one block of bytes at a fixed address
+Graph = Any  #: a CUDA graph, or an emulated one
+
+_SMALL_STEP_BYTES = 512
+_LARGE_STEP_BYTES = 2 << 20
+_LARGE_FROM_BYTES = 1 << 20
+
+
+def block_bytes(num_bytes: int) -> int:
+    """What a buffer of `num_bytes` takes in the allocator: 512-byte steps, from 1 MiB up 2 MiB steps.
+
+    512 bytes is the rounding of torch's caching allocator; 2 MiB makes large buffers tile its segments, so that an
+    evicted one can be reused whole.
+    """
+    step = _LARGE_STEP_BYTES if num_bytes >= _LARGE_FROM_BYTES else _SMALL_STEP_BYTES
+    return -(-num_bytes // step) * step
+
+
+class ReleaseQueue(deque[int]):
+    """Capture ids whose graph is gone. Destructors and finalisers only append; entry points drain.
+
+    True when something waits, at the price of one C call: every entry point asks.
+    """
+
+
+class Device(Protocol):
+    """Memory, streams and graphs of one device, as far as the lifecycle needs them."""
+
+    name: str  #: "cpu", "cuda:0", as torch writes it
+    num_compute_units: int  #: the planner's CU count
+
+    def allocate(self, num_bytes: int) -> Buffer:
+        """A block of exactly `num_bytes`, contents undefined.
+
+        Raises MemoryError when the allocator has none, MintError when this thread's stream is recording.
+        """
+        ...
+
+    def free(self, buffer: Buffer) -> None:
+        """The manager drops its reference. Work already queued that reads the block must still find it intact."""
+        ...
+
+    def dtype(self, name: str) -> object:
+        """The tensor library's dtype object for a name of spec.DTYPE_BYTES, or for "int32"."""
+        ...
+
+    def inspect_lens(self, context_lens: Any) -> tuple[int, int, int | None]:
+        """(rows, address, version) of a length tensor; version None where it cannot be read.
+
+        Raises ConfigError unless it is int32[rows], contiguous, on this device, without requires_grad.
+        """
+        ...
+
+    def capture_id(self) -> int:
+        """Process-unique id of the capture that this thread's current stream is in, 0 when it is not recording."""
+        ...
+
+    def watch_capture(self, queue: ReleaseQueue) -> int:
+        """Append the current capture's id to `queue` once its graph is reset, collected or failed and the device is
+        done with its last replay. Returns that id. Called while recording."""
+        ...
+
+    def new_graph(self) -> Graph:
+        """An empty graph object."""
+        ...
+
+    def record(self, graph: Graph, **options: Any) -> AbstractContextManager[Any]:
+        """Record what the body launches into `graph`; options as for torch.cuda.graph."""
+        ...
+
+    def reset(self, graph: Graph) -> None:
+        """Empty `graph` so that it may be recorded again."""
+        ...
+
+    def replay(self, graph: Graph) -> None:
+        """Launch `graph`."""
+        ...
+
+    def zeros_flags(self, num_words: int) -> Buffer:
+        """int64[num_words] zeros on the device, outside the byte budget (the sanitizer's counters)."""
+        ...
+
+    def read_flags(self, flags: Buffer) -> Sequence[int]:
+        """The words of `flags`, without waiting for the device; and zero them."""
+        ...

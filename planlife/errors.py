@@ -1,0 +1,39 @@
+"""The error tree. A message says what was asked, what is true, and the way out, with the numbers."""
+
+from __future__ import annotations
+
+
+class PlanlifeError(Exception):
+    """Base of every error that planlife raises on purpose."""
+
+
+class ConfigError(PlanlifeError, ValueError):
+    """A value the caller passed can never work: wrong type, shape, range, name or combination."""
+
+
+class CapacityError(PlanlifeError, ValueError):
+    """More rows than the ladder, or than anything behind it, can take."""
+
+
+class BudgetError(PlanlifeError, MemoryError):
+    """The buffers do not fit: into the byte budget, beside what graphs pin, or into the allocator."""
+
+
+class MintError(PlanlifeError, RuntimeError):
+    """A plan would have to be minted or materialised where that is forbidden (while recording, outside a phase)."""
+
+
+class StalePlanError(PlanlifeError, RuntimeError):
+    """The tables do not hold the work of the step at hand."""
+
+
+class RouteError(PlanlifeError, RuntimeError):
+    """Nothing may serve this call here: no fallback, a dummy while recording, a plan of another capture, ..."""
+
+
+class ClosedError(PlanlifeError, RuntimeError):
+    """The manager was closed."""
+
+
+class BackendUnavailableError(PlanlifeError, ImportError):
+    """A backend or device was asked for by name and cannot be used here."""

@@ -1,0 +1,184 @@
+"""What is fixed about a call site (`PlanSpec`) and what varies per forward (`Step`). No torch in here."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+from .errors import ConfigError
+
+#: Bytes per element of the dtypes that queries and KV caches may have.
+DTYPE_BYTES = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+}
+QUERY_DTYPES = ("bfloat16", "float16", "float32")
+FP8_DTYPES = ("float8_e4m3fn", "float8_e4m3fnuz")
+KV_LAYOUTS = ("nhd", "hnd", "packed")
+SCALE_KINDS = ("none", "per_tensor", "per_token")
+
+
+def dtype_name(dtype: object) -> str:
+    """`torch.bfloat16` or "bfloat16" -> "bfloat16"; the core keeps names only."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_int(what: str, value: object, *, at_least: int, at_most: int | None = None) -> int:
+    """`value` if it is a plain int in range, else a ConfigError that names it. A bool is not an int here."""
+    if type(value) is not int:
+        raise ConfigError(f"{what} must be an int, got {value!r} ({type(value).__name__}).")
+    if value < at_least or (at_most is not None and value > at_most):
+        bounds = f">= {at_least}" if at_most is None else f"in [{at_least}, {at_most}]"
+        raise ConfigError(f"{what} must be {bounds}, got {value}.")
+    return value
+
+
+@dataclass(frozen=True)
+class PlanSpec:
+    """One call site: what all its layers and steps have in common.
+
+    num_q_heads, num_kv_heads, head_dim, page_size: local to this rank; num_q_heads is a multiple of num_kv_heads.
+    max_context_tokens: the longest context, MTP tokens included, that any step or replay may carry (R7). Longer
+        lengths are clamped in the refresh.
+    q_dtype, kv_dtype: torch dtypes or their names; kept as names.
+    kv_layout: "nhd" [pages, page, kv_heads, D], "hnd" [pages, kv_heads, page, D], "packed" (aiter's 5-D).
+    scales: "none" for 16- and 32-bit caches; "per_tensor" or "per_token" for FP8 caches.
+    query_length: query tokens per row (MTP verify: draft tokens + 1). Token p of Q sees keys
+        [max(0, L-Q+1+p-W), max(0, L-Q+1+p)), L the row's length, W the window.
+    sliding_window: keys a query token sees, itself included; 0 = all.
+    max_partitions: most tasks per row; None = the device's compute units (R39).
+    workgroup_budget: tasks to plan for over all KV heads; None = 2 x compute units (R38).
+    shared_lengths: False if layers of one step may differ in lengths: then every plan_for refreshes (R14).
+    lane: sites of one lane run one after another and share scratch; sites in flight together need different lanes.
+
+    Raises ConfigError. Capture: n/a. Syncs: no. Allocates: no.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    _: KW_ONLY
+    max_context_tokens: int
+    q_dtype: Any = "bfloat16"
+    kv_dtype: Any = "bfloat16"
+    kv_layout: str = "nhd"
+    scales: str = "none"
+    query_length: int = 1
+    sliding_window: int = 0
+    max_partitions: int | None = None
+    workgroup_budget: int | None = None
+    shared_lengths: bool = True
+    lane: str = "main"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "q_dtype", dtype_name(self.q_dtype))
+        object.__setattr__(self, "kv_dtype", dtype_name(self.kv_dtype))
+        for name in ("num_q_heads", "num_kv_heads", "head_dim", "page_size", "query_length"):
+            check_int(name, getattr(self, name), at_least=1)
+        check_int("sliding_window", self.sliding_window, at_least=0)
+        for name in ("max_partitions", "workgroup_budget"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), at_least=1)
+        if self.num_q_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_q_heads must be a multiple of num_kv_heads, got {self.num_q_heads} and {self.num_kv_heads}."
+            )
+        check_int("max_context_tokens", self.max_context_tokens, at_least=1, at_most=2**31 - 1)
+        if self.max_context_tokens < self.query_length:
+            raise ConfigError(
+                f"max_context_tokens must cover query_length, got {self.max_context_tokens} < {self.query_length}."
+            )
+        for name, known in (
+            ("q_dtype", QUERY_DTYPES),
+            ("kv_dtype", tuple(DTYPE_BYTES)),
+            ("kv_layout", KV_LAYOUTS),
+            ("scales", SCALE_KINDS),
+        ):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.")
+        if (self.kv_dtype in FP8_DTYPES) != (self.scales != "none"):
+            raise ConfigError(
+                f"scales={self.scales!r} does not go with kv_dtype={self.kv_dtype}: FP8 caches take per_tensor or "
+                "per_token scales, other caches take none."
+            )
+        if type(self.shared_lengths) is not bool:
+            raise ConfigError(f"shared_lengths must be a bool, got {self.shared_lengths!r}.")
+        if type(self.lane) is not str or not self.lane:
+            raise ConfigError(f"lane must be a non-empty string, got {self.lane!r}.")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head (GQA)."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def query_rows_per_kv_head(self) -> int:
+        """Query rows that one KV head of one sequence serves: query_length x group."""
+        return self.query_length * self.group_size
+
+
+class Step:
+    """One forward of the model, as far as a plan is concerned. Immutable.
+
+    context_lens: int32[rows], on the manager's device, contiguous; tokens per row, MTP tokens included, 0 = empty.
+    site: which PlanSpec of the manager.
+    owner: the engine's per-step object. Compared by identity (a plain int by value), never with ==. None: always
+        refresh (R13).
+    revision: raised by a draft pass that advances the lengths in place (R12).
+    ubatch: micro-batch index, 0 <= ubatch < manager's ubatches (R11).
+    dummy: an idle rank's or padding step: touches no plan, output is zeros (R15). Zero rows mean the same.
+
+    Raises nothing: the manager checks, so that its message can name what it was configured with.
+    """
+
+    __slots__ = ("__weakref__", "context_lens", "dummy", "key", "owner", "revision", "site", "ubatch")
+
+    context_lens: Any
+    site: str
+    owner: object
+    revision: int
+    ubatch: int
+    dummy: bool
+    #: What plan_for looks up. A bool ubatch equals an int as a dict key, so it is told apart here.
+    key: tuple[object, object]
+
+    def __init__(
+        self,
+        context_lens: Any,
+        *,
+        site: str = "default",
+        owner: object = None,
+        revision: int = 0,
+        ubatch: int = 0,
+        dummy: bool = False,
+    ) -> None:
+        _set_lens(self, context_lens)
+        _set_site(self, site)
+        _set_owner(self, owner)
+        _set_revision(self, revision)
+        _set_ubatch(self, ubatch)
+        _set_dummy(self, dummy)
+        _set_key(self, (site if type(site) is str else repr(site), ubatch if type(ubatch) is int else repr(ubatch)))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a Step is immutable; make a new one instead of setting {name}")
+
+    def __repr__(self) -> str:
+        return (
+            f"Step(site={self.site!r}, ubatch={self.ubatch!r}, revision={self.revision!r}, "
+            f"owner={type(self.owner).__name__}, dummy={self.dummy!r})"
+        )
+
+
+# The slots' own setters: an immutable Step costs no more to make than a mutable one.
+_set_lens = Step.context_lens.__set__
+_set_site = Step.site.__set__  # type: ignore[attr-defined]
+_set_owner = Step.owner.__set__  # type: ignore[attr-defined]
+_set_revision = Step.revision.__set__  # type: ignore[attr-defined]
+_set_ubatch = Step.ubatch.__set__  # type: ignore[attr-defined]
+_set_dummy = Step.dummy.__set__  # type: ignore[attr-defined]
+_set_key = Step.key.__set__  # type: ignore[attr-defined]
