@@ -44,7 +44,7 @@ class CapacityLadder:
 
     @classmethod
     def geometric(cls, max_rows: int, growth: float = 1.25) -> CapacityLadder:
-        """The fewest classes that pad no count beyond growth x its rows, max_rows on top. Raises ConfigError."""
+        """The fewest classes that pad no count beyond growth x its rows. Raises ConfigError."""
         check_int("max_rows", max_rows, at_least=1, at_most=_MAX_ROWS)
         if type(growth) not in (int, float) or not (growth > 1 and math.isfinite(growth)):
             raise ConfigError(f"growth must be a finite number > 1, got {growth!r}.")
@@ -68,7 +68,7 @@ class CapacityLadder:
     def fit(cls, rows_histogram: Mapping[int, float] | Iterable[int], num_classes: int) -> CapacityLadder:
         """The ladder of at most num_classes with the least sum(weight * (class - rows)), exactly.
 
-        rows_histogram: rows -> weight (steps or seconds spent there, finite, >= 0), or every step's row count.
+        rows_histogram: rows -> weight (steps or seconds spent there, finite, >= 0), or each step's row count.
             A count of weight 0 is served too. The largest count becomes max_rows.
 
         Takes O(num_classes x distinct counts) time. Raises ConfigError.
@@ -143,8 +143,8 @@ def _least_padding(rows: Sequence[int], weights: Sequence[int], num_classes: int
 
     cost[j] of the first j counts under k classes is the least over i of
         cost_before[i] + rows[j-1] * (weight of counts i..j-1) - (weighted rows of counts i..j-1),
-    which for each i is a line in rows[j-1]. Their slopes fall as i grows and they are asked at rising rows, so the
-    lower envelope is a stack with a pointer that only moves forward: O(len(rows)) per class.
+    which for each i is a line in rows[j-1]. Slopes fall as i grows and lines are asked at rising rows, so
+    the lower envelope is a stack with a pointer that only moves forward: O(len(rows)) per class.
     """
     num_counts = len(rows)
     weight_to = [0, *accumulate(weights)]
