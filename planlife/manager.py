@@ -161,12 +161,7 @@ class PlanManager:
         self._events = self._announcer.waiting
         self._counters = Counters()
         self._residency = Residency(
-            self._device,
-            self._backend,
-            self._sizing,
-            self._check_budget(budget_bytes),
-            self._counters,
-            self._announcer,
+            self._device, self._backend, self._sizing, self._check_budget(budget_bytes), self._counters, self._announcer
         )
         self._slots = self._make_slots(specs, ladders)
 
@@ -225,15 +220,7 @@ class PlanManager:
                     for class_rows in ladders[site].classes
                 }
                 slots[(site, ubatch)] = _Slot(
-                    token,
-                    site,
-                    ubatch,
-                    spec,
-                    ladders[site],
-                    checker,
-                    plans,
-                    arenas[(spec.lane, ubatch)],
-                    refusal,
+                    token, site, ubatch, spec, ladders[site], checker, plans, arenas[(spec.lane, ubatch)], refusal
                 )
         self._token = token
         return slots
@@ -454,7 +441,7 @@ class PlanManager:
                     raise self._refuse(
                         RouteError(
                             f"a dummy step of site {slot.site!r} was planned while recording: a graph would freeze its "
-                            "zeros. Capture with real rows (length 0 is fine), and replay the graph with the dummy step."
+                            "zeros. Capture with real rows (length 0 is fine) and replay with the dummy step."
                         )
                     )
                 return StepPlan(slot, "dummy", "dummy step" if step.dummy else "no rows", rows, None, None, False)
@@ -495,8 +482,8 @@ class PlanManager:
         if step.site not in sites:
             raise ConfigError(f"no site {step.site!r}; this manager was given {', '.join(map(repr, sites))}.")
         raise ConfigError(
-            f"ubatch must be an int in [0, {self._ubatches - 1}], got {step.ubatch!r}: this manager was configured with "
-            f"ubatches={self._ubatches}."
+            f"ubatch must be an int in [0, {self._ubatches - 1}], got {step.ubatch!r}: this manager was configured "
+            f"with ubatches={self._ubatches}."
         )
 
     def _why_not_planned(self, slot: _Slot, context_lens: Any, rows: int) -> _Why | None:
@@ -550,7 +537,7 @@ class PlanManager:
         )
 
     def _plan_in_parts(self, slot: _Slot, step: Step, mark: Mark) -> StepPlan:
-        """More rows than the ladder and nothing else to take them: chunks of the top class, refreshed as they decode."""
+        """More rows than the ladder and nobody else to take them: chunks of the top class, refreshed as they decode."""
         plan = slot.plans[slot.ladder.max_rows]
         with plan.lock, self._lock:
             why = self._make_resident(slot, plan, mark)
@@ -570,19 +557,16 @@ class PlanManager:
         if mark.capture_id and self._fallback is None:
             raise self._refuse(
                 MintError(
-                    f"site {slot.site!r} was planned for {mark.rows} rows while this stream records, and no plan can be "
-                    f"had there: {why.text}. Warm the class in capture_phase() before recording, or configure fallback=."
+                    f"site {slot.site!r} was planned for {mark.rows} rows while this stream records, and no plan can "
+                    f"be had there: {why.text}. Warm the class in capture_phase() before recording, or configure "
+                    "fallback=."
                 )
             )
         with self._lock:
             self._counters.fallbacks += 1
         step_plan = StepPlan(slot, "fallback", why.text, mark.rows, mark, None, bool(mark.capture_id))
         self._announcer.note(
-            "fallback",
-            f"{slot.site}/ub{slot.ubatch}",
-            why.text,
-            rows=mark.rows,
-            recorded=bool(mark.capture_id),
+            "fallback", f"{slot.site}/ub{slot.ubatch}", why.text, rows=mark.rows, recorded=bool(mark.capture_id)
         )
         self._log_route(slot, step_plan, why.code)
         slot.last_fallback = step_plan
@@ -683,15 +667,15 @@ class PlanManager:
             if read is not None and read.mark is not mark:
                 raise self._refuse(
                     RouteError(
-                        f"capture {capture_id} reads {item} for a second step: both refreshes would precede the replay, so "
-                        "the first step would decode the second one's work. Call plan_for inside the recording."
+                        f"capture {capture_id} reads {item} for a second step: both refreshes would precede the "
+                        "replay, so the first step would decode the second one's work. Call plan_for in the recording."
                     )
                 )
             if tables.mark is not mark:
                 raise self._stale(
                     f"{item} holds other lengths than those this plan was made for "
-                    f"({describe_owner(mark.held_owner())}, revision {mark.revision}), and a refresh of eager tables must "
-                    "not be recorded. Call plan_for right before the recording."
+                    f"({describe_owner(mark.held_owner())}, revision {mark.revision}), and a refresh of eager tables "
+                    "must not be recorded. Call plan_for right before the recording."
                 )
         self._note_read(capture_id, plan, refreshed=False)
         return tables, scratch
@@ -830,8 +814,8 @@ class PlanManager:
         else:
             what = f"{missing} is not resident: {self._residency.tombstone_of(missing)}"
         return (
-            f"{what}, and this stream is recording, where nothing may be allocated or compiled. Call warm() or plan_for "
-            f"for this class before the recording."
+            f"{what}, and this stream is recording, where nothing may be allocated or compiled. Call warm() or "
+            "plan_for for this class before the recording."
         )
 
     # ------------------------------------------------------------------ graphs
@@ -876,8 +860,8 @@ class PlanManager:
         record: GraphRecord | None = getattr(self._this_thread, "last_record", None)
         if record is None or record.released or record.graph is not None or self._capture_id():
             raise RouteError(
-                "adopt() found no finished capture of this thread that touched a plan and has no graph yet. Call it once, "
-                "on the thread that captured, right after the capture has ended."
+                "adopt() found no finished capture of this thread that touched a plan and has no graph yet. Call it "
+                "once, on the thread that captured, right after the capture has ended."
             )
         previous = self._records_by_graph.get(g)
         if previous is not None:
@@ -899,8 +883,8 @@ class PlanManager:
             if record is None or record.released:
                 raise self._refuse(
                     RouteError(
-                        "this graph holds no pins here: it was released, reset, or captured without manager.graph() and "
-                        "not adopted. Capture it through manager.graph(), or call adopt(g) after your own capture."
+                        "this graph holds no pins here: it was released, reset, or captured without manager.graph() "
+                        "and not adopted. Capture it through manager.graph(), or call adopt(g) after your own capture."
                     )
                 )
             self._guard(record, [_Given(step, *self._inspect(step)) for step in steps])
@@ -921,13 +905,11 @@ class PlanManager:
             spare = [one for one in given if id(one) not in used]
             if not spare:
                 raise self._stale(
-                    f"{record} reads {read} ({read.rows} rows, lengths at {read.mark.address:#x}) and was given no step "
-                    "for it. Pass a step for every plan the graph reads."
+                    f"{record} reads {read} ({read.rows} rows, lengths at {read.mark.address:#x}) and was given no "
+                    "step for it. Pass a step for every plan the graph reads."
                 )
-            depth, field, found, wanted = max(
-                (one.difference(read) or (0, "", "", "") for one in spare),
-                key=lambda difference: difference[0],
-            )
+            differences = [one.difference(read) or (0, "", "", "") for one in spare]
+            _, field, found, wanted = max(differences, key=lambda difference: difference[0])
             raise self._stale_field(record, read, field, found, wanted)
         for read, one in matches:
             if not one.is_dummy:
