@@ -1,7 +1,7 @@
 """What holds for CUDA graphs and emulated ones alike, as functions to run on either.
 
-A scenario takes (new_graph, record, device): what makes a graph, what `with record(graph, **options):` records
-with, and where its tensors live.
+A scenario takes (new_graph, record, device): what makes a graph, what records in
+`with record(graph, **options):`, and where the tensors live.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ def results_outlive_a_reset_as_ordinary_tensors(new_graph: NewGraph, record: Rec
 
 def python_values_are_frozen(new_graph: NewGraph, record: Record, device: str) -> None:
     x = torch.ones(4, device=device)
-    settings = {"scale": 2.0, "shape": [2, 2]}
+    settings: dict[str, Any] = {"scale": 2.0, "shape": [2, 2]}
     graph = new_graph()
     with record(graph):
         y = (x * settings["scale"]).new_full(settings["shape"], settings["scale"])
         z = x * settings["scale"]
     settings["scale"] = 100.0
-    settings["shape"].append(5)  # type: ignore[attr-defined]
+    settings["shape"].append(5)
     graph.replay()
     assert y.tolist() == [[2, 2], [2, 2]]
     assert z.tolist() == [2, 2, 2, 2]
@@ -347,7 +347,7 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
     "where(condition)": lambda x: torch.where(x > 1),
     "masked_select": lambda x: torch.masked_select(x, x > 1),
     "mask index": lambda x: x[x > 1],
-    "mask assignment of a tensor": lambda x: x.__setitem__(x > 0, x[:2]),
+    "mask assignment of a tensor": lambda x: x.__setitem__(x > 0, x[:2] + 1),
     "unique": lambda x: torch.unique(x),
     "unique_consecutive": lambda x: torch.unique_consecutive(x),
     "bincount": lambda x: torch.bincount(x.long()),
@@ -357,5 +357,5 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
 #: A CUDA tensor refuses these at any time; on a CPU tensor they are host reads.
 REFUSED_ON_CPU: dict[str, Callable[[Tensor], object]] = {
     "numpy": lambda x: x.numpy(),
-    "array": lambda x: x.__array__(),
+    "array": lambda x: x.__array__(),  # type: ignore[no-untyped-call]
 }
