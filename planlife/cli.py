@@ -1,0 +1,23 @@
+"""The `planlife` command's entry point. The commands need click and rich; the library does not."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the `planlife` command with the process's arguments, and exit."""
+    try:
+        from .commands import planlife
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("click", "rich"):
+            raise
+        print(
+            f"planlife: the command line needs {missing.name}: pip install 'planlife[cli]'", file=sys.stderr
+        )
+        sys.exit(2)
+    planlife()
+
+
+if __name__ == "__main__":
+    main()
