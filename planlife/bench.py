@@ -75,8 +75,8 @@ def measure_host(*, num_batches: int = 51, calls_per_batch: int = 2000) -> list[
         figures = [
             _time(
                 "plan_for, skipped",
-                "finds the last plan, compares step, owner and version of the lengths with the mark, and skips "
-                "the refresh; making the Step is not included.",
+                "finds the last plan, compares step, owner and version of the lengths with the mark, and "
+                "skips the refresh; making the Step is not included.",
                 manager.plan_for,
                 (step,),
                 num_batches,

@@ -138,7 +138,7 @@ def host(num_batches: int, calls_per_batch: int) -> None:
     for figure in figures:
         console.print(f"{figure.call}: {figure.included}")
     console.print(
-        f"Per call, over {num_batches} batches of {calls_per_batch} calls, garbage collection off. Empty call: the "
-        "median of a method that does nothing with as many arguments, timed in turn with the call. Ratio: of the "
-        "two medians."
+        f"Per call, over {num_batches} batches of {calls_per_batch} calls, without gc. Empty call: "
+        "a method that does nothing with as many arguments, timed in turn with the call; its median. "
+        "Ratio: of the two medians."
     )

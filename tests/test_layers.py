@@ -13,7 +13,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
-#: Low to high: a module imports from its own layer and from those listed before it. "kernels" is the whole folder.
+#: Low to high: a module imports from its own layer and from those before it. "kernels" is the whole folder.
 LAYERS = (
     ("errors", "spec", "device"),
     ("planner", "ladder", "ledger", "store", "report", "events", "item", "sizing"),
@@ -52,7 +52,7 @@ def layer_of(module: str) -> int:
 
 
 def imports(module: str, source: str) -> Iterator[tuple[str, bool]]:
-    """(imported module, whether that runs on import). Function bodies run later, TYPE_CHECKING blocks never."""
+    """(imported module, whether on import). Function bodies run later, TYPE_CHECKING blocks never."""
     is_package = module in FILES and FILES[module].name == "__init__.py"
     package = module if is_package else module.rpartition(".")[0]
 
