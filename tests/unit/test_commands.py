@@ -27,7 +27,7 @@ class Result:
 
 @pytest.fixture
 def run_with(monkeypatch):
-    """Runs the command line with `run_demo` replaced; returns (click's result, the configs it was called with)."""
+    """Runs the command line with `run_demo` replaced; returns (click result, configs of the calls)."""
 
     def run(*arguments: str, outcome: object = None):
         configs = []
