@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from timeit import Timer
 from typing import Any
@@ -57,10 +57,8 @@ def measure_host(*, num_batches: int = 51, calls_per_batch: int = 2000) -> list[
     spec = PlanSpec(num_q_heads=8, num_kv_heads=1, head_dim=64, page_size=16, max_context_tokens=1024)
     ladder = CapacityLadder([_ROWS])
     step = Step(torch.full((_ROWS,), 100, dtype=torch.int32), owner=_Owner())
-    query = torch.zeros(_ROWS, spec.num_q_heads, spec.head_dim, dtype=torch.bfloat16)
-    cache = torch.zeros(8, spec.page_size, spec.num_kv_heads, spec.head_dim, dtype=torch.bfloat16)
     block_tables = torch.zeros(_ROWS, 7, dtype=torch.int32)
-    arguments = (torch.zeros_like(query), query, cache, cache, block_tables, 0.125)
+    layers = [(*_layer_tensors(spec), block_tables, 0.125) for _ in range(2)]
 
     def idle_fallback(output: Any, *arguments: Any, **keywords: Any) -> Any:
         return output
@@ -75,19 +73,19 @@ def measure_host(*, num_batches: int = 51, calls_per_batch: int = 2000) -> list[
         figures = [
             _time(
                 "plan_for, skipped",
-                "finds the last plan, compares step, owner and version of the lengths with the mark, and "
-                "skips the refresh; making the Step is not included.",
+                "finds the last plan, compares step, owner and version of the lengths with the mark, and skips "
+                "the refresh; making the Step is not included.",
                 manager.plan_for,
-                (step,),
+                [(step,)],
                 num_batches,
                 calls_per_batch,
             ),
             _time(
                 "pa_decode, no kernel",
-                "checks shape, dtype and device of the tensors, takes the plan's lock, compares the mark and "
-                "calls a backend that does nothing; no refresh, no launch.",
+                "two layers in turn, each with its own query, output and caches: checks the tensors, takes the "
+                "plan's lock, compares the mark and calls a backend that does nothing; no refresh, no launch.",
                 manager.pa_decode,
-                (plan, *arguments),
+                [(plan, *layer) for layer in layers],
                 num_batches,
                 calls_per_batch,
             ),
@@ -95,7 +93,7 @@ def measure_host(*, num_batches: int = 51, calls_per_batch: int = 2000) -> list[
                 "plan_for, off",
                 "enabled=False: answers the fallback route; its kernel is not included.",
                 off.plan_for,
-                (step,),
+                [(step,)],
                 num_batches,
                 calls_per_batch,
             ),
@@ -106,20 +104,34 @@ def measure_host(*, num_batches: int = 51, calls_per_batch: int = 2000) -> list[
     return figures
 
 
+def _layer_tensors(spec: PlanSpec) -> tuple[torch.Tensor, ...]:
+    """Output, query, key cache and value cache of one layer."""
+    query = torch.zeros(_ROWS, spec.num_q_heads, spec.head_dim, dtype=torch.bfloat16)
+    cache = torch.zeros(8, spec.page_size, spec.num_kv_heads, spec.head_dim, dtype=torch.bfloat16)
+    return torch.zeros_like(query), query, cache, torch.zeros_like(cache)
+
+
 def _time(
-    call: str, included: str, function: Any, arguments: Sequence[Any], num_batches: int, calls_per_batch: int
+    call: str,
+    included: str,
+    function: Callable[..., object],
+    argument_sets: Sequence[tuple[object, ...]],
+    num_batches: int,
+    calls_per_batch: int,
 ) -> HostFigure:
-    names = [f"argument{index}" for index in range(len(arguments))]
-    statement = f"function({', '.join(names)})"
-    scope = dict(zip(names, arguments, strict=True))
-    timer = Timer(statement, globals={"function": function, **scope})
-    yardstick = Timer(statement, globals={"function": _Empty().methods[len(arguments)], **scope})
-    batches_us: list[float] = []
-    yardstick_us: list[float] = []
+    """Time `function` over the argument sets in turn; `calls_per_batch` calls with each."""
+    num_arguments = len(argument_sets[0])
+    names = {f"a{i}_{j}": value for i, values in enumerate(argument_sets) for j, value in enumerate(values)}
+    statement = "; ".join(
+        f"function({', '.join(f'a{i}_{j}' for j in range(num_arguments))})" for i in range(len(argument_sets))
+    )
+    timer = Timer(statement, globals={"function": function, **names})
+    yardstick = Timer(statement, globals={"function": _Empty().methods[num_arguments], **names})
+    samples_us: tuple[list[float], list[float]] = ([], [])
     for _ in range(num_batches):
-        for samples, one in ((yardstick_us, yardstick), (batches_us, timer)):
-            samples.append(one.timeit(calls_per_batch) / calls_per_batch * 1e6)
-    return HostFigure(call, included, tuple(batches_us), statistics.median(yardstick_us))
+        for samples, one in zip(samples_us, (timer, yardstick), strict=True):
+            samples.append(one.timeit(calls_per_batch) / (calls_per_batch * len(argument_sets)) * 1e6)
+    return HostFigure(call, included, tuple(samples_us[0]), statistics.median(samples_us[1]))
 
 
 class _Owner:
@@ -127,6 +139,8 @@ class _Owner:
 
 
 class _Empty:
+    """Methods that do nothing, by their number of arguments."""
+
     def __init__(self) -> None:
         self.methods = {1: self.one, 7: self.seven}
 
@@ -136,6 +150,8 @@ class _Empty:
 
 
 class _IdleBackend:
+    """Plans nothing and decodes nothing, so that what is timed is planlife's own work."""
+
     name = "idle"
     max_plan_rows: int | None = None
 

@@ -16,8 +16,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 #: Low to high: a module imports from its own layer and from those before it. "kernels" is the whole folder.
 LAYERS = (
     ("errors", "spec", "device"),
-    ("planner", "ladder", "ledger", "store", "report", "events", "item", "sizing"),
-    ("plan", "call_check", "graph_record", "backends.base"),
+    ("planner", "ladder", "ledger", "store", "report", "events", "item"),
+    ("plan", "call_check", "graph_record", "sizing", "residency", "backends.base"),
     ("manager",),
     ("emulated_graph", "torch_device", "kernels", "backends"),
     ("trace", "testing", "demo", "bench"),
