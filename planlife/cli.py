@@ -12,9 +12,7 @@ def main() -> None:
     except ModuleNotFoundError as missing:
         if missing.name not in ("click", "rich"):
             raise
-        print(
-            f"planlife: the command line needs {missing.name}: pip install 'planlife[cli]'", file=sys.stderr
-        )
+        print(f"planlife: the command line needs {missing.name}: pip install 'planlife[cli]'", file=sys.stderr)
         sys.exit(2)
     planlife()
 

@@ -89,10 +89,7 @@ def demo(ctx: click.Context, /, **options: Any) -> None:
     with bar:
         task = bar.add_task("starting", total=None)
         result = run_demo(
-            config,
-            progress=lambda done, total, text: bar.update(
-                task, completed=done, total=total, description=text
-            ),
+            config, progress=lambda done, total, text: bar.update(task, completed=done, total=total, description=text)
         )
     table = Table(show_header=False)
     for label, value in result.rows():
@@ -109,12 +106,8 @@ def bench() -> None:
 
 
 @bench.command()
-@click.option(
-    "--batches", "num_batches", type=click.IntRange(min=30), default=51, show_default=True, metavar="N"
-)
-@click.option(
-    "--calls", "calls_per_batch", type=click.IntRange(min=1), default=2000, show_default=True, metavar="N"
-)
+@click.option("--batches", "num_batches", type=click.IntRange(min=30), default=51, show_default=True, metavar="N")
+@click.option("--calls", "calls_per_batch", type=click.IntRange(min=1), default=2000, show_default=True, metavar="N")
 def host(num_batches: int, calls_per_batch: int) -> None:
     """Host time of a call on this CPU, without any kernel."""
     from .bench import measure_host

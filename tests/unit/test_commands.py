@@ -103,9 +103,7 @@ def test_a_run_that_is_not_ok_exits_with_1(run_with):
     assert run_with("demo")[0].exit_code == 0
 
 
-@pytest.mark.parametrize(
-    ("error", "status"), [(ConfigError("no\nsuch thing"), 2), (BudgetError("no\nsuch thing"), 1)]
-)
+@pytest.mark.parametrize(("error", "status"), [(ConfigError("no\nsuch thing"), 2), (BudgetError("no\nsuch thing"), 1)])
 def test_a_refusal_is_one_line_on_stderr_and_no_traceback(run_with, error, status):
     result, _ = run_with("demo", outcome=error)
     assert result.exit_code == status
