@@ -10,9 +10,10 @@ def main() -> None:
     try:
         from .commands import planlife
     except ModuleNotFoundError as missing:
-        if missing.name not in ("click", "rich"):
+        package = (missing.name or "").partition(".")[0]
+        if package not in ("click", "rich"):
             raise
-        print(f"planlife: the command line needs {missing.name}: pip install 'planlife[cli]'", file=sys.stderr)
+        print(f"planlife: the command line needs {package}: pip install 'planlife[cli]'", file=sys.stderr)
         sys.exit(2)
     planlife()
 
