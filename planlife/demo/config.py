@@ -24,7 +24,7 @@ MAX_PAGES_PER_ROW = MAX_CONTEXT_TOKENS // PAGE_SIZE
 #: Rows that plans exist for, and rows that graphs are captured for. Engines capture less than they may
 #: schedule: 13 to 16 rows fit no graph here and run eagerly.
 LADDER_ROWS = (1, 2, 4, 8, 12, 16)
-CAPTURE_ROWS = {"decode": (1, 2, 4, 8, 12), "ubatch": (4, 8, 12), "verify": (2, 4, 8), "draft": (2, 4, 8)}
+CAPTURE_ROWS = {"decode": (1, 2, 4, 8, 12), "ubatch": (8,), "verify": (4, 8), "draft": (4, 8)}
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ MAX_OUTPUT_TOKENS = 64
 #: A verify step may accept more than was asked for, and drafts run ahead of what is accepted.
 _LOOKAHEAD_TOKENS = VERIFY_TOKENS + DRAFT_PASSES
 MAX_PROMPT_TOKENS = MAX_CONTEXT_TOKENS - MAX_OUTPUT_TOKENS - _LOOKAHEAD_TOKENS
-_BUSY_ROWS = 9
+_BUSY_ROWS = 6
 _IDLE_STEPS = 2  #: of an idle gap that are served as dummies; the rest is skipped
 
 
