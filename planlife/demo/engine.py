@@ -11,7 +11,7 @@ from importlib import resources
 import torch
 
 from ..device import Graph
-from ..errors import BudgetError, ConfigError
+from ..errors import BudgetError, ConfigError, MintError
 from ..ladder import CapacityLadder
 from ..manager import PlanManager
 from ..spec import PlanSpec
@@ -193,11 +193,16 @@ class Engine:
     def _capture_if_it_fits(self, kind: str, rows: int) -> None:
         """Under a budget below the worst case earlier graphs may leave no room: that size runs eagerly."""
         try:
-            self.graphs[kind, rows] = self._capture(kind, rows)
-        except BudgetError:
+            captured = self._capture(kind, rows)
+        except (BudgetError, MintError):
+            captured = None
+        if captured is None:
             self.num_graphs_refused += 1
+        else:
+            self.graphs[kind, rows] = captured
 
-    def _capture(self, kind: str, rows: int) -> Captured:
+    def _capture(self, kind: str, rows: int) -> Captured | None:
+        """None if some call in the graph would be the fallback's; an eager step may find room for it."""
         buffers = self._new_buffers(kind, rows)
         for part in buffers:
             part.load_capture()
@@ -210,7 +215,7 @@ class Engine:
             with self._manager.graph() as graph:
                 record()
             graphs.append(graph)
-        return Captured(tuple(graphs), buffers)
+        return None if metadata.fell_back else Captured(tuple(graphs), buffers)
 
     def _recordings(
         self, kind: str, metadata: Metadata
@@ -353,7 +358,9 @@ class Engine:
 
     def _serve_dummy(self, where: str, step: int, may_replay: bool) -> str:
         """An idle rank's step. It runs the size that its neighbours run; here each size in turn."""
-        rows = CAPTURE_ROWS["decode"][step // 2 % len(CAPTURE_ROWS["decode"])]
+        captured_sizes = sorted(rows for kind, rows in self.graphs if kind == "decode")
+        sizes = captured_sizes if may_replay and captured_sizes else LADDER_ROWS
+        rows = sizes[step // 2 % len(sizes)]
         captured = self.graphs.get(("decode", rows)) if may_replay else None
         (buffers,) = captured.buffers if captured else self._new_buffers("decode", rows)
         # A graph that plans for itself reads the length buffer as it is, so the engine zeroes it. Otherwise

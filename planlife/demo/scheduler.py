@@ -164,8 +164,8 @@ class TokenSource:
     def draw(self, num_calls: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """query, key, value bfloat16[calls, tokens, heads, D].
 
-        A token's key leans towards its own query: the newest token weighs as in a real model, so that a length
-        off by one shows in the output.
+        A token's key leans towards its own query: the newest token weighs as in a real model, and a length
+        off by one shows.
         """
         query = self._normal(num_calls, num_tokens, NUM_Q_HEADS)
         group_mean = query.view(num_calls, num_tokens, NUM_KV_HEADS, -1, HEAD_DIM).mean(3)
