@@ -13,8 +13,6 @@ from .call_check import CallChecker
 from .device import Device, Graph
 from .errors import (
     BackendUnavailableError,
-    BudgetError,
-    CapacityError,
     ClosedError,
     ConfigError,
     MintError,
@@ -26,12 +24,11 @@ from .events import Announcer, Event, logger
 from .graph_record import GraphRecord, Read
 from .item import Item, State
 from .ladder import CapacityLadder
-from .ledger import Ledger
 from .plan import Arena, Mark, OffPlan, Pair, Plan, Segment, StepPlan, Tables, describe_owner
 from .report import ArenaLine, Counters, MemoryReport, PlanLine
+from .residency import NoRoomError, Residency
 from .sizing import Sizing
 from .spec import PlanSpec, Step, check_int
-from .store import Store, Tombstone
 
 ON_MISS = ("fallback", "raise", "mint")
 SANITIZE = ("off", "count", "raise")
@@ -40,14 +37,6 @@ _Error = TypeVar("_Error", bound=PlanlifeError)
 
 #: Dummy steps empty the tables of a before-replay graph; this mark says so. It is nobody's step.
 _EMPTY = Mark(Step(None), None, 0, 0, None, 0)
-
-
-class _NoRoomError(BudgetError):
-    """Buffers do not fit; `code` is the short reason that a fallback route shows."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 class _Why(NamedTuple):
@@ -168,19 +157,23 @@ class PlanManager:
         self._sanitize = sanitize
         self._ubatches = ubatches
         self._sizing = Sizing(specs, ladders, self._backend, ubatches, self._device.num_compute_units)
-        self._ledger = Ledger(self._check_budget(budget_bytes))
-        self._store = Store(self._ledger, self._device.free)
-        self._slots = self._make_slots(specs, ladders)
-
-        self._lock = threading.RLock()
         self._announcer = Announcer()
         self._events = self._announcer.waiting
         self._counters = Counters()
-        self._compiled: set[tuple[str, int]] = set()
+        self._residency = Residency(
+            self._device,
+            self._backend,
+            self._sizing,
+            self._check_budget(budget_bytes),
+            self._counters,
+            self._announcer,
+        )
+        self._slots = self._make_slots(specs, ladders)
+
+        self._lock = threading.RLock()
         self._num_phases = 0
         self._sealed = False
         self._closed = False
-        self._num_planning_calls = 0
         self._logged_routes: set[tuple[Any, ...]] = set()
 
         self._capture_id = self._device.capture_id
@@ -232,7 +225,15 @@ class PlanManager:
                     for class_rows in ladders[site].classes
                 }
                 slots[(site, ubatch)] = _Slot(
-                    token, site, ubatch, spec, ladders[site], checker, plans, arenas[(spec.lane, ubatch)], refusal
+                    token,
+                    site,
+                    ubatch,
+                    spec,
+                    ladders[site],
+                    checker,
+                    plans,
+                    arenas[(spec.lane, ubatch)],
+                    refusal,
                 )
         self._token = token
         return slots
@@ -244,7 +245,9 @@ class PlanManager:
         reasons = self._backend.refuse_spec(spec, self._device)
         if not reasons:
             return ""
-        refusal = f"backend {self._backend.name} cannot serve site {site!r} on {self._device.name}: " + "; ".join(reasons)
+        refusal = f"backend {self._backend.name} cannot serve site {site!r} on {self._device.name}: " + "; ".join(
+            reasons
+        )
         if self._fallback is None:
             raise ConfigError(f"{refusal}. No fallback is configured: pass fallback=, or change the site.")
         return refusal
@@ -322,20 +325,9 @@ class PlanManager:
             for slot, plan in todo:
                 with plan.lock, self._lock:
                     if not (plan.is_resident and slot.arena.is_resident):
-                        self._mint_what_fits(slot, plan)
+                        self._residency.mint_what_fits(plan, slot.arena)
         finally:
             self._announcer.deliver()
-
-    def _mint_what_fits(self, slot: _Slot, plan: Plan) -> None:
-        items = [plan, slot.arena]
-        need_bytes = sum(item.num_bytes for item in items if not item.is_resident)
-        if need_bytes <= self._ledger.room_bytes:
-            self._materialise(slot, plan, "warm")
-        elif plan.state is State.ABSENT:
-            self._compile(slot, plan)
-            plan.move(State.EVICTED)
-            self._count_mint(plan)
-            self._store.tombstones[plan.key] = self._tombstone("compiled by warm(), which found no room for its buffers")
 
     # ------------------------------------------------------------------ the hot path
 
@@ -414,24 +406,16 @@ class PlanManager:
         slot = plan.slot
         if slot.token is not self._token:
             raise RouteError(f"{plan!r} was made by another PlanManager; decode with the one that planned it.")
+        call = (
+            output, query, key_cache, value_cache, block_tables, softmax_scale, key_scale, value_scale, sinks,
+        )  # fmt: skip
         if item is None:
-            self._decode_other(
-                plan, output, query, key_cache, value_cache, block_tables, softmax_scale, key_scale, value_scale, sinks
-            )
+            try:
+                self._decode_other(plan, call)
+            finally:
+                self._announcer.deliver()
             return output
-        slot.checker.check(
-            plan.rows,
-            item.class_rows,
-            output,
-            query,
-            key_cache,
-            value_cache,
-            block_tables,
-            softmax_scale,
-            key_scale,
-            value_scale,
-            sinks,
-        )
+        slot.checker.check(plan.rows, item.class_rows, *call)
         try:
             with item.lock:
                 pair = item.pair
@@ -450,23 +434,9 @@ class PlanManager:
                     self._sanitize_tables(tables, plan.mark)  # type: ignore[arg-type]
                 segments = tables.segments
                 if len(segments) == 1:
-                    self._backend.decode(
-                        segments[0].native,
-                        scratch,
-                        output,
-                        query,
-                        key_cache,
-                        value_cache,
-                        block_tables,
-                        softmax_scale,
-                        key_scale,
-                        value_scale,
-                        sinks,
-                    )
+                    self._backend.decode(segments[0].native, scratch, *call)
                 else:
-                    caches = (key_cache, value_cache)
-                    extras = (softmax_scale, key_scale, value_scale, sinks)
-                    self._decode_segments(slot, segments, scratch, output, query, caches, block_tables, extras)
+                    self._decode_segments(slot.spec.query_length, segments, scratch, call)
         finally:
             if self._events:
                 self._announcer.deliver()
@@ -544,7 +514,7 @@ class PlanManager:
         plan = slot.plans[slot.ladder.class_for(mark.rows)]
         with plan.lock:
             with self._lock:
-                self._num_planning_calls += 1
+                self._residency.num_calls += 1
                 if plan.is_resident:
                     self._counters.hits += 1
                 else:
@@ -608,7 +578,11 @@ class PlanManager:
             self._counters.fallbacks += 1
         step_plan = StepPlan(slot, "fallback", why.text, mark.rows, mark, None, bool(mark.capture_id))
         self._announcer.note(
-            "fallback", f"{slot.site}/ub{slot.ubatch}", why.text, rows=mark.rows, recorded=bool(mark.capture_id)
+            "fallback",
+            f"{slot.site}/ub{slot.ubatch}",
+            why.text,
+            rows=mark.rows,
+            recorded=bool(mark.capture_id),
         )
         self._log_route(slot, step_plan, why.code)
         slot.last_fallback = step_plan
@@ -669,7 +643,7 @@ class PlanManager:
         with self._lock:
             self._enter("pa_decode")
             if not (item.is_resident and slot.arena.is_resident):
-                self._materialise(slot, item, f"{mark.rows} rows")
+                self._materialise(slot, item, mark)
             pair, scratch = item.pair, slot.arena.buffer
         assert pair is not None
         if pair.eager.mark is not mark:
@@ -731,46 +705,28 @@ class PlanManager:
             )
 
     def _decode_segments(
-        self,
-        slot: _Slot,
-        segments: tuple[Segment, ...],
-        scratch: Any,
-        output: Any,
-        query: Any,
-        caches: tuple[Any, Any],
-        block_tables: Any,
-        extras: tuple[Any, Any, Any, Any],
+        self, query_length: int, segments: tuple[Segment, ...], scratch: Any, call: tuple[Any, ...]
     ) -> None:
         """One call per table set, each over its rows; they are serial and share the scratch."""
-        query_length = slot.spec.query_length
+        output, query, key_cache, value_cache, block_tables, *extras = call
         for first_row, end_row, native in segments:
             first, end = first_row * query_length, end_row * query_length
             chunk = output[first:end]
             if chunk.shape[0]:
                 tables = block_tables[first_row:end_row]
-                self._backend.decode(native, scratch, chunk, query[first:end], *caches, tables, *extras)
+                self._backend.decode(native, scratch, chunk, query[first:end], key_cache, value_cache, tables, *extras)
 
-    def _decode_other(
-        self,
-        plan: StepPlan | OffPlan,
-        output: Any,
-        query: Any,
-        key_cache: Any,
-        value_cache: Any,
-        block_tables: Any,
-        softmax_scale: float,
-        key_scale: Any,
-        value_scale: Any,
-        sinks: Any,
-    ) -> None:
+    def _decode_other(self, plan: StepPlan | OffPlan, call: tuple[Any, ...]) -> None:
         """Dummies, the fallback, and more rows than the ladder has."""
         self._enter("pa_decode")
         slot: _Slot = plan.slot
         capture_id = self._capture_id()
         if plan.route == "dummy":
             if capture_id:
-                raise self._refuse(RouteError("a dummy step was decoded while recording: a graph would freeze its zeros."))
-            output.zero_()
+                raise self._refuse(
+                    RouteError("a dummy step was decoded while recording: a graph would freeze its zeros.")
+                )
+            call[0].zero_()
             return
         if plan.route == "fallback" and self._fallback is None:
             raise self._refuse(
@@ -780,21 +736,8 @@ class PlanManager:
                 )
             )
         rows, address, version = self._device.inspect_lens(plan.context_lens)
-        query_length = slot.spec.query_length
-        most_rows = max(rows, slot.ladder.class_for(rows)) if 0 < rows <= slot.ladder.max_rows else rows
-        slot.checker.check(
-            rows,
-            most_rows,
-            output,
-            query,
-            key_cache,
-            value_cache,
-            block_tables,
-            softmax_scale,
-            key_scale,
-            value_scale,
-            sinks,
-        )
+        ladder = slot.ladder
+        slot.checker.check(rows, ladder.class_for(rows) if 0 < rows <= ladder.max_rows else rows, *call)
         if capture_id:
             mark = plan.mark
             if mark is None:
@@ -802,21 +745,14 @@ class PlanManager:
                 mark = Mark(own_step, plan.context_lens, rows, address, version, capture_id)
             self._note_other_read(capture_id, plan, mark)
         if plan.parts:
-            first_row = 0
-            for part in plan.parts:
-                first, end = first_row * query_length, (first_row + part.rows) * query_length
-                self._decode_part(
-                    part,
-                    output[first:end],
-                    query[first:end],
-                    (key_cache, value_cache),
-                    block_tables[first_row : first_row + part.rows],
-                    (softmax_scale, key_scale, value_scale, sinks),
-                )
-                first_row += part.rows
-            return
+            self._decode_parts(slot.spec.query_length, plan.parts, call)
+        else:
+            self._decode_by_fallback(slot.spec, rows, plan.context_lens, call)
+
+    def _decode_by_fallback(self, spec: PlanSpec, rows: int, context_lens: Any, call: tuple[Any, ...]) -> None:
         assert self._fallback is not None
-        end = rows * query_length
+        output, query, key_cache, value_cache, block_tables, softmax_scale, key_scale, value_scale, sinks = call
+        end = rows * spec.query_length
         if rows:
             self._fallback(
                 output[:end],
@@ -824,9 +760,9 @@ class PlanManager:
                 key_cache,
                 value_cache,
                 block_tables[:rows],
-                plan.context_lens,
+                context_lens,
                 softmax_scale,
-                spec=slot.spec,
+                spec=spec,
                 key_scale=key_scale,
                 value_scale=value_scale,
                 sinks=sinks,
@@ -834,25 +770,22 @@ class PlanManager:
         if output.shape[0] > end:
             output[end:].zero_()
 
-    def _decode_part(
-        self,
-        part: StepPlan,
-        output: Any,
-        query: Any,
-        caches: tuple[Any, Any],
-        block_tables: Any,
-        extras: tuple[Any, Any, Any, Any],
-    ) -> None:
-        item = part.item
-        assert item is not None and part.mark is not None
-        try:
+    def _decode_parts(self, query_length: int, parts: tuple[StepPlan, ...], call: tuple[Any, ...]) -> None:
+        """Chunks of the top class, one after another through its one table set: each is refreshed as it decodes."""
+        output, query, key_cache, value_cache, block_tables, *extras = call
+        end_row = 0
+        for part in parts:
+            first_row, end_row = end_row, end_row + part.rows
+            first, end = first_row * query_length, end_row * query_length
+            tables_of_part = block_tables[first_row:end_row]
+            part_call = (output[first:end], query[first:end], key_cache, value_cache, tables_of_part, *extras)
+            item = part.item
+            assert item is not None and part.mark is not None
             with item.lock:
                 tables, scratch = self._settle(part)
                 if self._flags is not None:
                     self._sanitize_tables(tables, part.mark)
-                self._decode_segments(part.slot, tables.segments, scratch, output, query, caches, block_tables, extras)
-        finally:
-            self._announcer.deliver()
+                self._decode_segments(query_length, tables.segments, scratch, part_call)
 
     # ------------------------------------------------------------------ residency
 
@@ -862,8 +795,8 @@ class PlanManager:
         The manager's lock is held.
         """
         if plan.is_resident and slot.arena.is_resident:
-            self._store.touch(plan)
-            self._store.touch(slot.arena)
+            self._residency.store.touch(plan)
+            self._residency.store.touch(slot.arena)
             return None
         if mark.capture_id:
             if self._fallback is None:
@@ -877,114 +810,29 @@ class PlanManager:
                 return _Why("never minted", f"{text}; warm it inside capture_phase()")
             logger.warning("%s: minting it now, which stalls this step (on_miss='mint')", text)
         try:
-            self._materialise(slot, plan, f"{mark.rows} rows")
-        except _NoRoomError as error:
+            self._materialise(slot, plan, mark)
+        except NoRoomError as error:
             if self._num_phases or self._on_miss == "raise":
                 raise
             return _Why(error.code, f"{error.code}: {error}")
         return None
+
+    def _materialise(self, slot: _Slot, plan: Plan, mark: Mark) -> None:
+        try:
+            self._residency.materialise(plan, slot.arena, f"{mark.rows} rows", in_phase=bool(self._num_phases))
+        except NoRoomError as error:
+            raise self._refuse(error) from error.__cause__
 
     def _not_resident_message(self, slot: _Slot, plan: Plan) -> str:
         missing: Item = slot.arena if plan.is_resident else plan
         if missing.state is State.ABSENT:
             what = f"{missing} was never minted"
         else:
-            what = f"{missing} is not resident: {self._store.tombstones.get(missing.key)}"
+            what = f"{missing} is not resident: {self._residency.tombstone_of(missing)}"
         return (
             f"{what}, and this stream is recording, where nothing may be allocated or compiled. Call warm() or plan_for "
             f"for this class before the recording."
         )
-
-    def _materialise(self, slot: _Slot, plan: Plan, for_whom: str) -> None:
-        """Allocate what is missing of a call's pair and arena, evicting what is oldest; mint the plan if it is new.
-
-        Victims are chosen first, evicted second, the new buffers allocated third, so that the budget holds meanwhile. A
-        failure at any point leaves every item as it was. The manager's lock is held.
-        """
-        items = [item for item in (plan, slot.arena) if not item.is_resident]
-        need_bytes = sum(item.num_bytes for item in items)
-        victims = self._store.choose_victims(need_bytes, keep=(plan, slot.arena))
-        if victims is None:
-            raise self._refuse(
-                _NoRoomError(
-                    "no room in the budget",
-                    f"no room for {' and '.join(map(str, items))}: it needs {need_bytes:,} bytes of a "
-                    f"{self._ledger.budget_bytes:,} byte budget, of which {self._store.pinned_bytes:,} bytes are pinned by "
-                    f"{self._num_pinning_graphs()} graphs. Release a graph or raise budget_bytes.",
-                )
-            )
-        new_plan = plan.state is State.ABSENT
-        tombstone = self._tombstone(f"evicted to make room for {plan} ({for_whom})")
-        for victim in victims:
-            self._store.evict(victim, tombstone)
-        buffers: list[Any] = []
-        try:
-            for item in items:
-                buffers.append(self._device.allocate(item.num_bytes))
-            contents = [item.build(buffer) for item, buffer in zip(items, buffers, strict=True)]
-            if new_plan:
-                self._compile(slot, plan)
-        except BaseException as error:
-            for buffer in buffers:
-                self._device.free(buffer)
-            self._bring_back(victims)
-            if isinstance(error, MemoryError):
-                raise self._refuse(
-                    _NoRoomError(
-                        "out of memory",
-                        f"the allocator has no {need_bytes:,} bytes for {' and '.join(map(str, items))}: {error}. Lower "
-                        "the KV pool by worst_case_bytes(), or lower budget_bytes.",
-                    )
-                ) from error
-            raise
-        for item, buffer, content in zip(items, buffers, contents, strict=True):
-            came_back = item.state is State.EVICTED
-            self._store.place(item, buffer, content)
-            if came_back:
-                self._counters.rematerialised += 1
-                self._announcer.note("rematerialise", item, for_whom, num_bytes=item.num_bytes)
-        for victim in victims:
-            self._counters.evictions += 1
-            self._announcer.note("evict", victim, tombstone.reason, num_bytes=victim.num_bytes)
-        if new_plan:
-            self._count_mint(plan)
-
-    def _bring_back(self, victims: list[Item]) -> None:
-        """Undo evictions after a failed allocation. Their content is gone, so their next use refreshes."""
-        back = []
-        for victim in victims:
-            try:
-                buffer = self._device.allocate(victim.num_bytes)
-                content = victim.build(buffer)
-            except Exception as error:
-                self._store.tombstones[victim.key] = self._tombstone(f"could not be brought back: {error}")
-                self._counters.evictions += 1
-                self._announcer.note("evict", victim, "out of memory", num_bytes=victim.num_bytes)
-            else:
-                self._store.place(victim, buffer, content)
-                back.append(victim)
-        self._store.place_oldest(back)
-
-    def _compile(self, slot: _Slot, plan: Plan) -> None:
-        """Once per class of a site, for all ubatches: code is shared, buffers are not."""
-        key = (plan.site, plan.class_rows)
-        if key in self._compiled:
-            return
-        num_compiles = sum(
-            self._backend.compile(slot.spec, rows, self._device)
-            for rows in sorted(set(self._sizing.segment_rows(plan.class_rows)))
-        )
-        self._compiled.add(key)
-        self._counters.compiles += num_compiles
-        if not self._num_phases:
-            self._counters.compiles_after_seal += num_compiles
-
-    def _count_mint(self, plan: Plan) -> None:
-        self._counters.mints += 1
-        self._announcer.note("mint", plan, num_bytes=plan.num_bytes)
-
-    def _tombstone(self, reason: str) -> Tombstone:
-        return Tombstone(reason, self._num_planning_calls)
 
     # ------------------------------------------------------------------ graphs
 
@@ -1077,7 +925,8 @@ class PlanManager:
                     "for it. Pass a step for every plan the graph reads."
                 )
             depth, field, found, wanted = max(
-                (one.difference(read) or (0, "", "", "") for one in spare), key=lambda difference: difference[0]
+                (one.difference(read) or (0, "", "", "") for one in spare),
+                key=lambda difference: difference[0],
             )
             raise self._stale_field(record, read, field, found, wanted)
         for read, one in matches:
@@ -1186,9 +1035,10 @@ class PlanManager:
             if not (item.is_resident and slot.arena.is_resident):
                 raise self._refuse(MintError(self._not_resident_message(slot, item)))
             record = self._record_for(capture_id)
+            self._residency.num_pinning_graphs += not record.pinned
             for pinned in (item, slot.arena):
                 if pinned not in record.pinned:
-                    self._store.pin(pinned)
+                    self._residency.store.pin(pinned)
                     record.pinned.append(pinned)
                     record.holds.append(pinned.buffer)
                     self._announcer.note("pin", pinned, str(record))
@@ -1214,17 +1064,15 @@ class PlanManager:
             if record.released:
                 return
             record.released = True
+            self._residency.num_pinning_graphs -= bool(record.pinned)
             for item in record.pinned:
-                self._store.unpin(item)
+                self._residency.store.unpin(item)
             record.pinned.clear()
             record.holds.clear()
             record.reads.clear()
             self._records.pop(record.capture_id, None)
             self._counters.releases += 1
             self._announcer.note("release", record, reason)
-
-    def _num_pinning_graphs(self) -> int:
-        return sum(1 for record in self._records.values() if record.pinned)
 
     def _drain(self) -> None:
         """Release what belonged to graphs that are gone; destructors only queued their ids."""
@@ -1274,16 +1122,8 @@ class PlanManager:
         """
         self._enter("trim")
         check_int("target_bytes", target_bytes, at_least=0)
-        freed_bytes = 0
         with self._lock:
-            for item in list(self._store):
-                if self._ledger.resident_bytes <= target_bytes:
-                    break
-                if item.state is State.RESIDENT:
-                    self._store.evict(item, self._tombstone(f"trimmed to {target_bytes:,} bytes"))
-                    freed_bytes += item.num_bytes
-                    self._counters.evictions += 1
-                    self._announcer.note("evict", item, "trim", num_bytes=item.num_bytes)
+            freed_bytes = self._residency.evict_down_to(target_bytes, f"trimmed to {target_bytes:,} bytes")
         self._announcer.deliver()
         return freed_bytes
 
@@ -1312,11 +1152,11 @@ class PlanManager:
             return MemoryReport(
                 device=self._device.name,
                 backend=self._backend.name,
-                budget_bytes=self._ledger.budget_bytes,
+                budget_bytes=self._residency.ledger.budget_bytes,
                 worst_case_bytes=self.worst_case_bytes(),
-                resident_bytes=self._ledger.resident_bytes,
-                pinned_bytes=self._store.pinned_bytes,
-                peak_bytes=self._ledger.peak_bytes,
+                resident_bytes=self._residency.ledger.resident_bytes,
+                pinned_bytes=self._residency.store.pinned_bytes,
+                peak_bytes=self._residency.ledger.peak_bytes,
                 num_graphs=len(self._records),
                 sealed=self._sealed,
                 closed=self._closed,
@@ -1350,7 +1190,7 @@ class PlanManager:
             )
 
     def _note_of(self, item: Item) -> str:
-        return str(self._store.tombstones.get(item.key, ""))
+        return self._residency.tombstone_of(item)
 
     def _excluded(self) -> dict[str, str]:
         excluded = {"compiled code": "what the backend's compiler and loader keep per specialisation"}
@@ -1384,8 +1224,7 @@ class PlanManager:
             self._closed = True
             for record in list(self._records.values()):
                 self._release(record, "the manager was closed")
-            for item in list(self._store):
-                self._store.evict(item, self._tombstone("the manager was closed"))
+            self._residency.evict_down_to(0, "the manager was closed")
             for slot in self._slots.values():
                 slot.last = slot.last_fallback = None
             self._flags = None
@@ -1443,10 +1282,12 @@ class PlanManager:
         self._announcer.note("stale", self._device.name, message)
         return StalePlanError(message)
 
-    def _stale_field(self, record: GraphRecord, read: Read, field: str, found: object, wanted: object) -> StalePlanError:
+    def _stale_field(
+        self, record: GraphRecord, read: Read, field: str, found: object, wanted: object
+    ) -> StalePlanError:
         return self._stale(
-            f"{record} may not be replayed: its plan {read} has {field}: found {found}, wanted {wanted}. Call plan_for for "
-            "the step that is replayed, with the captured length buffer and rows, right before guard()."
+            f"{record} may not be replayed: its plan {read} has {field}: found {found}, wanted {wanted}. Call plan_for "
+            "for the step that is replayed, with the captured length buffer and rows, right before guard()."
         )
 
 

@@ -61,7 +61,7 @@ class Mark:
         held = self.owner
         if held is None or owner is None:
             return False
-        if type(held) is int:
+        if isinstance(held, int):
             return type(owner) is int and held == owner
         return held() is owner
 
@@ -83,7 +83,8 @@ class Mark:
         return None
 
     def held_owner(self) -> object:
-        return self.owner() if callable(self.owner) else self.owner
+        held = self.owner
+        return held if held is None or isinstance(held, int) else held()
 
     def retire(self) -> None:
         """The tables hold other lengths now: an owner that had to be held strongly is let go."""
@@ -186,7 +187,19 @@ class StepPlan:
     that serves them, None off the planned route. captured: made while a stream recorded (its tables are in-graph).
     """
 
-    __slots__ = ("captured", "class_rows", "item", "mark", "parts", "reason", "route", "rows", "site", "slot", "ubatch")
+    __slots__ = (
+        "captured",
+        "class_rows",
+        "item",
+        "mark",
+        "parts",
+        "reason",
+        "route",
+        "rows",
+        "site",
+        "slot",
+        "ubatch",
+    )
 
     def __init__(
         self,

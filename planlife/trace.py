@@ -17,9 +17,7 @@ from .errors import ConfigError
 
 _MAX_TOKENS = 2**31 - 1
 _MAX_MILLISECONDS = 10**15
-_MAX_LINE_BYTES = (
-    1 << 20
-)  # a JSON line carries one hash per block of its prompt; a file without line ends is no trace
+_MAX_LINE_BYTES = 1 << 20  # a JSON line carries one hash per block of its prompt; a file without line ends is no trace
 _GZIP_MAGIC = b"\x1f\x8b"
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _CLOCK = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?([+-]\d\d:\d\d)?", re.ASCII)
@@ -76,9 +74,7 @@ def read_trace(path: str | os.PathLike[str]) -> list[Request]:
                 start_ns = previous_ns = arrival_ns
             if arrival_ns < previous_ns:
                 earlier_by = (previous_ns - arrival_ns) / 1e9
-                raise _Refused(
-                    f"arrives {earlier_by:g} s before the request above it: sort the trace by time"
-                )
+                raise _Refused(f"arrives {earlier_by:g} s before the request above it: sort the trace by time")
             previous_ns = arrival_ns
             requests.append(Request((arrival_ns - start_ns) / 1e9, input_tokens, output_tokens))
         if not requests:

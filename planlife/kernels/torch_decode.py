@@ -1,8 +1,8 @@
 """Split-KV paged decode in tensor ops: tokens and lengths come from work_info, the reduce from reduce_info.
 
 It is the semantic reference of all decode kernels: FP32 inside for every dtype, and nothing outside a row's
-own tokens can reach its output, not even as 0 x NaN. All shapes are static, so a graph may record it; the price
-is that it walks the tiles of the longest context that the block tables allow, whatever the lengths are.
+own tokens can reach its output, not even as 0 x NaN. All shapes are static, so a graph may record it; the
+price is that it walks the tiles of the longest context the block tables allow, whatever the lengths are.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Partials:
         self.output = arena[2 * words :].view(*shape, head_dim).zero_()
 
     def raise_max(self, slots: torch.Tensor, tile_max: torch.Tensor) -> torch.Tensor:
-        """Take `tile_max [kv_heads, tiles, rows]` into the maxima of `slots [tiles]`; returns those per tile."""
+        """Take `tile_max` [kv_heads, tiles, rows] into `slots` [tiles]; returns those per tile."""
         before = self.max_logits.clone()
         self.max_logits.scatter_reduce_(1, slots[None, :, None].expand_as(tile_max), tile_max, "amax")
         factor = _weight(before, self.max_logits)

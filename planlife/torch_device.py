@@ -1,0 +1,170 @@
+"""The device of the torch backends: memory, streams and graphs as the lifecycle needs them. CPU only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from .device import Device, ReleaseQueue
+from .emulated_graph import (
+    EmulatedGraph,
+    current_capture_id,
+    record,
+    unrecorded,
+    watch_current_capture,
+)
+from .errors import BackendUnavailableError, ConfigError, MintError
+from .spec import check_int
+
+_DEVICE_MEMBERS = tuple(sorted({*Device.__annotations__, *(name for name in vars(Device) if name[0] != "_")}))
+
+
+class CpuDevice:
+    """planlife.device.Device on a CPU, with emulated graphs.
+
+    num_compute_units: the planner's CU count, which a CPU does not have.
+    """
+
+    def __init__(self, num_compute_units: int = 256) -> None:
+        self.name = "cpu"
+        self.num_compute_units = check_int("num_compute_units", num_compute_units, at_least=1)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """uint8[num_bytes], contents undefined.
+
+        Raises MintError while this thread records, MemoryError when there is no memory. Capture: refused.
+        """
+        if current_capture_id():
+            raise MintError(
+                f"{num_bytes} bytes were asked for while recording capture {current_capture_id()}: the graph "
+                "would own them. Mint before the capture, in a capture phase."
+            )
+        try:
+            # Never an inference tensor: those can only be written in inference mode.
+            with torch.inference_mode(False):
+                return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        except RuntimeError as error:
+            if "DefaultCPUAllocator" not in str(error):
+                raise
+            raise MemoryError(
+                f"the CPU allocator has no {num_bytes} bytes. Lower budget_bytes or the ladder's top class."
+            ) from error
+
+    def free(self, buffer: torch.Tensor) -> None:
+        """Nothing to do: a CPU has no queued work, and the block goes with its last reference."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The torch dtype of that name."""
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ConfigError(f"dtype {name!r} is not one of torch's.")
+        return dtype
+
+    def inspect_lens(self, context_lens: Any) -> tuple[int, int, int | None]:
+        """(rows, address, version) of int32[rows]; version None for an inference tensor.
+
+        Raises ConfigError with everything that is wrong. Capture: allowed. Syncs: no. Allocates: no.
+        """
+        if not isinstance(context_lens, torch.Tensor):
+            raise ConfigError(
+                f"context_lens must be a torch.Tensor int32[rows] on cpu, got {type(context_lens).__name__}."
+            )
+        if (
+            context_lens.dtype is not torch.int32
+            or context_lens.dim() != 1
+            or context_lens.device.type != "cpu"
+            or not context_lens.is_contiguous()
+            or context_lens.requires_grad
+        ):
+            raise ConfigError(_lens_message(context_lens))
+        version = None if context_lens.is_inference() else context_lens._version
+        return context_lens.size(0), context_lens.data_ptr(), version
+
+    def capture_id(self) -> int:
+        """Id of the capture that this thread records, 0 when it records none."""
+        return current_capture_id()
+
+    def watch_capture(self, queue: ReleaseQueue) -> int:
+        """Append the current capture's id to `queue` once its graph is reset, collected or failed."""
+        capture_id = current_capture_id()
+        watch_current_capture(partial(queue.append, capture_id))
+        return capture_id
+
+    def new_graph(self) -> EmulatedGraph:
+        """An empty graph."""
+        return EmulatedGraph()
+
+    def record(self, graph: EmulatedGraph, **options: Any) -> AbstractContextManager[EmulatedGraph]:
+        """Record the body into `graph`; options as for torch.cuda.graph."""
+        return record(graph, **options)
+
+    def reset(self, graph: EmulatedGraph) -> None:
+        """Empty `graph`."""
+        graph.reset()
+
+    def replay(self, graph: EmulatedGraph) -> None:
+        """Run `graph`."""
+        graph.replay()
+
+    def zeros_flags(self, num_words: int) -> torch.Tensor:
+        """int64[num_words] zeros."""
+        with unrecorded(), torch.inference_mode(False):
+            return torch.zeros(num_words, dtype=torch.int64, device="cpu")
+
+    def read_flags(self, flags: torch.Tensor) -> Sequence[int]:
+        """The words of `flags`, which are zero afterwards. Capture: allowed, not recorded."""
+        with unrecorded():
+            words: list[int] = flags.tolist()
+            flags.zero_()
+        return words
+
+
+def _lens_message(lens: torch.Tensor) -> str:
+    checks = (
+        (lens.dtype is torch.int32, f"dtype {lens.dtype}, wanted torch.int32"),
+        (lens.dim() == 1, f"shape {tuple(lens.shape)}, wanted (rows,)"),
+        (lens.device.type == "cpu", f"device {lens.device}, wanted cpu"),
+        (lens.is_contiguous(), f"strides {lens.stride()}, wanted contiguous"),
+        (not lens.requires_grad, "requires_grad True, wanted False"),
+    )
+    found = "; ".join(text for is_right, text in checks if not is_right)
+    return (
+        f"context_lens must be int32[rows], contiguous, on cpu, without requires_grad: got {found}. "
+        "Make one int32 buffer on this device and write each step's lengths into it."
+    )
+
+
+def resolve_device(device: object = None) -> Device:
+    """The Device for what a user passes: None, "cpu", a torch.device, or an object with Device's methods.
+
+    Raises BackendUnavailableError for a CUDA device, or for None where there is one, else ConfigError.
+    """
+    if device is None and torch.cuda.is_available():
+        raise BackendUnavailableError(
+            "device=None means this machine's CUDA device, and this release serves CPU only. "
+            'Pass device="cpu".'
+        )
+    if device is None:
+        return CpuDevice()
+    if isinstance(device, (str, torch.device)):
+        kind = str(device).partition(":")[0]
+        if kind == "cpu":
+            return CpuDevice()
+        if kind == "cuda":
+            raise BackendUnavailableError(
+                f'device {str(device)!r} is not served: this release serves CPU only. Pass device="cpu".'
+            )
+        raise ConfigError(
+            f'device must be "cpu" or an object with the methods of Device, got {str(device)!r}.'
+        )
+    missing = [name for name in _DEVICE_MEMBERS if not hasattr(device, name)]
+    if missing:
+        raise ConfigError(
+            f'device must be "cpu" or an object with the methods of planlife.device.Device; '
+            f"{type(device).__name__} lacks {', '.join(missing)}."
+        )
+    return cast(Device, device)
