@@ -64,9 +64,14 @@ class Device(Protocol):
         """Process-unique id of the capture that this thread's current stream is in, 0 when it is not recording."""
         ...
 
-    def watch_capture(self, queue: ReleaseQueue) -> int:
+    def release_queue(self) -> ReleaseQueue:
+        """A queue of one manager for `watch_capture`."""
+        ...
+
+    def watch_capture(self, queue: ReleaseQueue, keep: object) -> int:
         """Append the current capture's id to `queue` once its graph is reset, collected or failed and the device is
-        done with its last replay. Returns that id. Called while recording."""
+        done with its last replay; keep `keep` alive until then, even if the manager is dropped. Returns that id. Called
+        while recording."""
         ...
 
     def new_graph(self) -> Graph:

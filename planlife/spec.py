@@ -8,13 +8,7 @@ from typing import Any
 from .errors import ConfigError
 
 #: Bytes per element of the dtypes that queries and KV caches may have.
-DTYPE_BYTES = {
-    "bfloat16": 2,
-    "float16": 2,
-    "float32": 4,
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
-}
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e4m3fnuz": 1}
 QUERY_DTYPES = ("bfloat16", "float16", "float32")
 FP8_DTYPES = ("float8_e4m3fn", "float8_e4m3fnuz")
 KV_LAYOUTS = ("nhd", "hnd", "packed")
@@ -126,8 +120,8 @@ class Step:
 
     context_lens: int32[rows], on the manager's device, contiguous; tokens per row, MTP tokens included, 0 = empty.
     site: which PlanSpec of the manager.
-    owner: the engine's per-step object. Compared by identity (a plain int by value), never with ==. None: always
-        refresh (R13).
+    owner: the engine's per-step object. Compared by identity (a plain int by value), never with ==. None:
+        always refresh (R13).
     revision: raised by a draft pass that advances the lengths in place (R12).
     ubatch: micro-batch index, 0 <= ubatch < manager's ubatches (R11).
     dummy: an idle rank's or padding step: touches no plan, output is zeros (R15). Zero rows mean the same.
@@ -175,10 +169,10 @@ class Step:
 
 
 # The slots' own setters: an immutable Step costs no more to make than a mutable one.
-_set_lens = Step.context_lens.__set__
-_set_site = Step.site.__set__  # type: ignore[attr-defined]
-_set_owner = Step.owner.__set__  # type: ignore[attr-defined]
-_set_revision = Step.revision.__set__  # type: ignore[attr-defined]
-_set_ubatch = Step.ubatch.__set__  # type: ignore[attr-defined]
-_set_dummy = Step.dummy.__set__  # type: ignore[attr-defined]
-_set_key = Step.key.__set__  # type: ignore[attr-defined]
+_set_lens = vars(Step)["context_lens"].__set__
+_set_site = vars(Step)["site"].__set__
+_set_owner = vars(Step)["owner"].__set__
+_set_revision = vars(Step)["revision"].__set__
+_set_ubatch = vars(Step)["ubatch"].__set__
+_set_dummy = vars(Step)["dummy"].__set__
+_set_key = vars(Step)["key"].__set__

@@ -1,0 +1,206 @@
+"""The torch backend: planner and decode in tensor ops. The semantic reference, and the default on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from ..kernels.torch_decode import decode_into
+from ..kernels.torch_planner import plan_into
+from ..planner import spec_capacity
+from ..spec import FP8_DTYPES, PlanSpec
+from .base import FLAG_CLAMPED, FLAG_STALE
+
+_ALIGN_BYTES = 16
+_FALLBACK_ROWS = 1024  # rows that the fallback decodes at a time: its scratch stays bounded
+
+
+class TorchPlan:
+    """One table set as views of the manager's bytes.
+
+    work_info: int32[capacity, 4]. reduce_info: int32[plan_rows, 2]. staged_lens: int32[plan_rows].
+
+    Borrows: the buffer, whose views these are. Address-stable: refreshes write in place.
+    """
+
+    __slots__ = ("capacity", "max_partitions", "reduce_info", "spec", "staged_lens", "work_info")
+
+    def __init__(self, spec: PlanSpec, plan_rows: int, num_compute_units: int, buffer: torch.Tensor) -> None:
+        self.spec = spec
+        self.capacity = spec_capacity(spec, plan_rows, num_compute_units)
+        self.max_partitions = num_compute_units if spec.max_partitions is None else spec.max_partitions
+        work_end, reduce_end, lens_end = _table_ends(self.capacity, plan_rows)
+        self.work_info = buffer[: self.capacity * 16].view(torch.int32).view(self.capacity, 4)
+        self.reduce_info = buffer[work_end : work_end + plan_rows * 8].view(torch.int32).view(plan_rows, 2)
+        self.staged_lens = buffer[reduce_end:lens_end].view(torch.int32)
+
+
+def _table_ends(capacity: int, plan_rows: int) -> tuple[int, int, int]:
+    """Where work_info, reduce_info and staged_lens end; each starts aligned."""
+    work_end = capacity * 16
+    reduce_end = work_end + -(-plan_rows * 8 // _ALIGN_BYTES) * _ALIGN_BYTES
+    return work_end, reduce_end, reduce_end + plan_rows * 4
+
+
+class TorchBackend:
+    """planlife.backends.base.Backend over plain tensor ops, for any device of torch.
+
+    max_plan_rows: most rows of one table set, None = no limit; a limit makes larger classes segments.
+    """
+
+    name = "torch"
+
+    def __init__(self, max_plan_rows: int | None = None) -> None:
+        self.max_plan_rows = max_plan_rows
+
+    def refuse_spec(self, spec: PlanSpec, device: Any) -> Sequence[str]:
+        reasons = []
+        if spec.kv_layout == "packed":
+            reasons.append("the torch backend does not read kv_layout='packed'; use 'nhd' or 'hnd'")
+        if spec.kv_dtype in FP8_DTYPES:
+            reasons.append(f"the torch backend does not read {spec.kv_dtype} caches; use a 16- or 32-bit one")
+        if spec.max_partitions is not None and spec.max_partitions > device.num_compute_units:
+            reasons.append(
+                f"max_partitions={spec.max_partitions} is above the {device.num_compute_units} compute units "
+                f"of {device.name}; pass at most that, or None"
+            )
+        return reasons
+
+    def refuse_step(self, spec: PlanSpec, context_lens: Any) -> Sequence[str]:
+        return ()
+
+    def table_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
+        return _table_ends(spec_capacity(spec, plan_rows, num_compute_units), plan_rows)[2]
+
+    def scratch_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
+        slots = spec.num_kv_heads * spec_capacity(spec, plan_rows, num_compute_units)
+        return slots * spec.query_rows_per_kv_head * (8 + 4 * spec.head_dim)
+
+    def compile(self, spec: PlanSpec, plan_rows: int, device: Any) -> int:
+        if device.name.startswith("cuda"):
+            # The first matrix product on a device loads its library, which a recording stream refuses.
+            one = torch.ones(1, 1, 1, device=device.name)
+            torch.matmul(one, one)
+        return 1
+
+    def make_tables(self, spec: PlanSpec, plan_rows: int, num_compute_units: int, buffer: Any) -> TorchPlan:
+        return TorchPlan(spec, plan_rows, num_compute_units, buffer)
+
+    def refresh(self, tables: TorchPlan, context_lens: torch.Tensor | None, num_rows: int) -> None:
+        staged, spec = tables.staged_lens, tables.spec
+        if context_lens is None:
+            num_rows = 0
+        else:
+            staged[:num_rows].copy_(context_lens[:num_rows].clamp(0, spec.max_context_tokens))
+        staged[num_rows:].zero_()
+        plan_into(
+            tables.work_info,
+            tables.reduce_info,
+            staged,
+            max_partitions=tables.max_partitions,
+            sliding_window=spec.sliding_window,
+            query_length=spec.query_length,
+        )
+
+    def decode(
+        self,
+        tables: TorchPlan,
+        scratch: torch.Tensor,
+        output: torch.Tensor,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        softmax_scale: float,
+        key_scale: Any,
+        value_scale: Any,
+        sinks: Any,
+    ) -> None:
+        if key_scale is not None or value_scale is not None or sinks is not None:
+            raise ConfigError(
+                "the torch backend takes neither key_scale, value_scale nor sinks yet: leave them None, or "
+                "choose a backend that takes them."
+            )
+        spec = tables.spec
+        if spec.kv_layout == "hnd":
+            key_cache, value_cache = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
+        decode_into(
+            output,
+            query,
+            key_cache,
+            value_cache,
+            block_tables,
+            float(softmax_scale),
+            spec=spec,
+            work_info=tables.work_info,
+            reduce_info=tables.reduce_info,
+            scratch=scratch,
+        )
+
+    def sanitize(self, tables: TorchPlan, context_lens: torch.Tensor, num_rows: int, flags: torch.Tensor) -> None:
+        max_tokens = tables.spec.max_context_tokens
+        lens = context_lens[:num_rows]
+        wanted = torch.zeros_like(tables.staged_lens)
+        wanted[:num_rows].copy_(lens.clamp(0, max_tokens))
+        first_slots, num_slots = tables.reduce_info.to(torch.int64).unbind(1)
+        # Not staged_lens: the tables are what a decode reads. An empty last row may start one slot past them.
+        in_tables = tables.work_info[:, 3][first_slots.clamp(0, tables.capacity - 1)]
+        planned = torch.where(num_slots > 0, in_tables, 0)
+        flags[FLAG_STALE].add_((planned != wanted).any())
+        flags[FLAG_CLAMPED].add_((lens > max_tokens).sum())
+
+
+def dense_fallback(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    softmax_scale: float,
+    *,
+    spec: PlanSpec,
+    key_scale: Any,
+    value_scale: Any,
+    sinks: Any,
+) -> None:
+    """The "torch" fallback: the same decode with one task per row, planned on the fly.
+
+    context_lens: int32[rows]; the other tensors as for `PlanManager.pa_decode`. Query rows behind are zeroed.
+
+    Raises ConfigError. Capture: yes. Syncs: no. Allocates: tables and scratch, for the call only (R26).
+    """
+    backend = TorchBackend()
+    one_task_each = replace(spec, max_partitions=1)
+    num_rows, length = context_lens.shape[0], spec.query_length
+    for start in range(0, num_rows, _FALLBACK_ROWS):
+        rows = slice(start, min(start + _FALLBACK_ROWS, num_rows))
+        query_rows = slice(rows.start * length, rows.stop * length)
+        plan_rows = rows.stop - rows.start
+        tables, scratch = (
+            torch.empty(num_bytes, dtype=torch.uint8, device=query.device)
+            for num_bytes in (
+                backend.table_bytes(one_task_each, plan_rows, 1),
+                backend.scratch_bytes(one_task_each, plan_rows, 1),
+            )
+        )
+        plan = backend.make_tables(one_task_each, plan_rows, 1, tables)
+        backend.refresh(plan, context_lens[rows], plan_rows)
+        backend.decode(
+            plan,
+            scratch,
+            output[query_rows],
+            query[query_rows],
+            key_cache,
+            value_cache,
+            block_tables[rows],
+            softmax_scale,
+            key_scale,
+            value_scale,
+            sinks,
+        )
+    output[num_rows * length :].zero_()

@@ -1,0 +1,250 @@
+"""What a decode call must look like, checked before any launch. Knows tensors by their attributes only."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+
+from .device import Device
+from .errors import ConfigError
+from .spec import DTYPE_BYTES, PlanSpec
+
+#: Caches are remembered one by one: a model has tens of them. An engine that makes new views for every call
+#: would fill the memory with dead ones, so it starts afresh at this many.
+_MAX_REMEMBERED_CACHES = 1024
+
+_Ref = Callable[[], object]
+
+
+def _nothing() -> None:
+    """A reference to no object."""
+
+
+class CallChecker:
+    """Checks the tensors of one site's calls, and remembers what passed.
+
+    Every layer of every step asks, with tensors that mostly passed before. They are remembered by identity,
+    through weak references, so that a recycled id is not taken for the object that had it; new query and cache
+    objects pass on the attributes of the last ones.
+
+    Borrows: nothing; remembered tensors may die.
+    """
+
+    __slots__ = (
+        "_cache_attributes",
+        "_caches",
+        "_device",
+        "_fp8",
+        "_q_dtype",
+        "_queries",
+        "_scale",
+        "_tables",
+        "_wanted",
+        "site",
+        "spec",
+    )
+
+    def __init__(self, site: str, spec: PlanSpec, device: Device) -> None:
+        self.site = site
+        self.spec = spec
+        self._device = device
+        self._fp8 = spec.scales != "none"
+        self._q_dtype = device.dtype(spec.q_dtype)
+        #: Shape after the pages, of K and of each form that V may have.
+        self._wanted = _cache_shapes(spec)
+        self._caches: dict[int, tuple[_Ref, _Ref]] = {}
+        self._cache_attributes: object = None  # of the last pair that passed in full
+        self._tables: tuple[_Ref, int] = (_nothing, 0)
+        #: The last query and output that passed in full, their rows, shape and device.
+        self._queries: tuple[_Ref, _Ref, int, object, object] = (_nothing, _nothing, -1, None, None)
+        self._scale: float | None = None
+
+    def check(
+        self,
+        plan_rows: int,
+        class_rows: int,
+        output: Any,
+        query: Any,
+        key_cache: Any,
+        value_cache: Any,
+        block_tables: Any,
+        softmax_scale: Any,
+        key_scale: Any,
+        value_scale: Any,
+        sinks: Any,
+    ) -> None:
+        """Refuse a call that the kernels cannot take as it is.
+
+        output, query: q_dtype[R * query_length, q_heads, head_dim], last axis contiguous, R in [plan_rows,
+            class_rows].
+        key_cache, value_cache: kv_dtype in the spec's layout, last axis contiguous.
+        block_tables: int32[>= plan_rows, >= 1].
+        softmax_scale, and host numbers as scales: finite and > 0. Scales on the device are not read.
+
+        Raises ConfigError. Capture: yes. Syncs: no. Allocates: no.
+        """
+        query_ref, output_ref, rows, shape, device = self._queries
+        if not (
+            plan_rows <= rows <= class_rows
+            and (
+                (query_ref() is query and output_ref() is output)
+                or (
+                    query.shape == shape
+                    and output.shape == shape
+                    and query.dtype is self._q_dtype
+                    and output.dtype is self._q_dtype
+                    and query.device == device
+                    and output.device == device
+                    and query.is_contiguous()
+                    and output.is_contiguous()
+                )
+            )
+        ):
+            self._check_queries(plan_rows, class_rows, output, query)
+        caches = self._caches.get(id(key_cache))
+        if caches is None or caches[0]() is not key_cache or caches[1]() is not value_cache:
+            self._remember_caches(key_cache, value_cache)
+        tables_ref, table_rows = self._tables
+        if tables_ref() is not block_tables or table_rows < plan_rows:
+            self._check_tables(plan_rows, block_tables)
+        # The type comes first: comparing a device tensor would read it back.
+        if type(softmax_scale) is not float or softmax_scale != self._scale:
+            self._check_softmax_scale(softmax_scale)
+        if self._fp8 or key_scale is not None or value_scale is not None:
+            self._check_scales(key_scale, value_scale)
+        if sinks is not None:
+            self._check_sinks(sinks)
+
+    def _refuse(self, what: str, found: object, wanted: str) -> ConfigError:
+        return ConfigError(f"site {self.site!r}: {what} is {found}, wanted {wanted}.")
+
+    def _check_placed(self, what: str, tensor: Any, dtype_name: str) -> None:
+        if not hasattr(tensor, "shape") or not hasattr(tensor, "device"):
+            raise self._refuse(what, f"{type(tensor).__name__} {tensor!r}", "a tensor")
+        if str(tensor.device) != self._device.name:
+            raise self._refuse(f"{what}'s device", tensor.device, f"the manager's, {self._device.name}")
+        if tensor.dtype != self._device.dtype(dtype_name):
+            raise self._refuse(f"{what}'s dtype", tensor.dtype, dtype_name)
+
+    def _check_last_axis(self, what: str, tensor: Any) -> None:
+        if tensor.stride()[-1] != 1:
+            raise self._refuse(f"{what}'s last stride", tensor.stride()[-1], "1 (a contiguous last axis)")
+
+    def _check_queries(self, plan_rows: int, class_rows: int, output: Any, query: Any) -> None:
+        spec = self.spec
+        for what, tensor in (("query", query), ("output", output)):
+            self._check_placed(what, tensor, spec.q_dtype)
+        shape = tuple(query.shape)
+        length = spec.query_length
+        if len(shape) != 3 or shape[1:] != (spec.num_q_heads, spec.head_dim) or shape[0] % length:
+            raise self._refuse("query's shape", list(shape), f"[rows * {length}, {spec.num_q_heads}, {spec.head_dim}]")
+        rows = shape[0] // length
+        if not plan_rows <= rows <= class_rows:
+            raise self._refuse(
+                "query's row count",
+                f"{rows} ({shape[0]} query rows of query_length {length})",
+                f"{plan_rows} to {class_rows}: the plan's rows to those of its class",
+            )
+        if tuple(output.shape) != shape:
+            raise self._refuse("output's shape", list(output.shape), f"query's, {list(shape)}")
+        for what, tensor in (("query", query), ("output", output)):
+            self._check_last_axis(what, tensor)
+        self._queries = (weakref.ref(query), weakref.ref(output), rows, query.shape, query.device)
+
+    def _remember_caches(self, key_cache: Any, value_cache: Any) -> None:
+        attributes = _attributes(key_cache), _attributes(value_cache)
+        if attributes != self._cache_attributes:
+            self._check_caches(key_cache, value_cache)
+            self._cache_attributes = attributes
+        if len(self._caches) >= _MAX_REMEMBERED_CACHES:
+            self._caches.clear()
+        self._caches[id(key_cache)] = (weakref.ref(key_cache), weakref.ref(value_cache))
+
+    def _check_caches(self, key_cache: Any, value_cache: Any) -> None:
+        spec = self.spec
+        for what, cache, wanted in (
+            ("key_cache", key_cache, self._wanted[:1]),
+            ("value_cache", value_cache, self._wanted[1:]),
+        ):
+            self._check_placed(what, cache, spec.kv_dtype)
+            shape = tuple(cache.shape)
+            if shape[1:] not in wanted or shape[0] < 1:
+                raise self._refuse(
+                    f"{what}'s shape",
+                    list(shape),
+                    " or ".join(f"[pages, {', '.join(map(str, s))}]" for s in wanted)
+                    + f" (kv_layout {spec.kv_layout!r}, page_size {spec.page_size}, num_kv_heads "
+                    f"{spec.num_kv_heads}, head_dim {spec.head_dim})",
+                )
+            self._check_last_axis(what, cache)
+        if key_cache.shape[0] != value_cache.shape[0]:
+            raise self._refuse("value_cache's page count", value_cache.shape[0], f"key_cache's, {key_cache.shape[0]}")
+
+    def _check_tables(self, plan_rows: int, block_tables: Any) -> None:
+        self._check_placed("block_tables", block_tables, "int32")
+        shape = tuple(block_tables.shape)
+        if len(shape) != 2 or shape[0] < plan_rows or shape[1] < 1:
+            raise self._refuse(
+                "block_tables' shape", list(shape), f"[at least the plan's {plan_rows} rows, at least 1 page]"
+            )
+        self._tables = (weakref.ref(block_tables), shape[0])
+
+    def _check_softmax_scale(self, softmax_scale: Any) -> None:
+        self._check_number("softmax_scale", softmax_scale)
+        self._scale = float(softmax_scale)
+
+    def _check_number(self, what: str, value: Any) -> None:
+        if not isinstance(value, Real) or isinstance(value, bool):
+            raise self._refuse(what, f"{type(value).__name__} {_shown(value)}", "a number on the host")
+        if not (math.isfinite(value) and float(value) > 0):
+            raise self._refuse(what, value, "finite and > 0")
+
+    def _check_scales(self, key_scale: Any, value_scale: Any) -> None:
+        spec = self.spec
+        for what, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
+            if not self._fp8:
+                if scale is not None:
+                    raise self._refuse(what, _shown(scale), f"None: a {spec.kv_dtype} cache has no scales")
+            elif scale is None:
+                raise self._refuse(what, None, f"a {spec.scales} scale: the cache is {spec.kv_dtype}")
+            elif hasattr(scale, "device"):
+                self._check_placed(what, scale, "float32")
+            elif spec.scales == "per_token":
+                raise self._refuse(what, _shown(scale), "a float32 tensor with one scale per token")
+            else:
+                self._check_number(what, scale)
+
+    def _check_sinks(self, sinks: Any) -> None:
+        if not hasattr(sinks, "shape") or tuple(sinks.shape) != (self.spec.num_q_heads,):
+            found = list(sinks.shape) if hasattr(sinks, "shape") else _shown(sinks)
+            raise self._refuse("sinks' shape", found, f"[{self.spec.num_q_heads}], one logit per query head")
+        if str(sinks.device) != self._device.name:
+            raise self._refuse("sinks' device", sinks.device, f"the manager's, {self._device.name}")
+
+
+def _attributes(tensor: Any) -> object:
+    """All that a cache check depends on; None, which passes nothing, for what is no tensor."""
+    try:
+        return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
+    except (AttributeError, TypeError):
+        return None
+
+
+def _shown(value: Any) -> str:
+    """A value for a message; a tensor by its device, because printing it would read it back."""
+    return f"a tensor on {value.device}" if hasattr(value, "device") else repr(value)
+
+
+def _cache_shapes(spec: PlanSpec) -> tuple[tuple[int, ...], ...]:
+    """Shapes behind the page axis: of K, then each that V may have."""
+    heads, page, dim = spec.num_kv_heads, spec.page_size, spec.head_dim
+    if spec.kv_layout == "nhd":
+        return ((page, heads, dim),) * 2
+    if spec.kv_layout == "hnd":
+        return ((heads, page, dim),) * 2
+    pack = 16 // DTYPE_BYTES[spec.kv_dtype]  # 16 bytes of one token lie together
+    keys, transposed = (heads, dim // pack, page, pack), (heads, page // pack, dim, pack)
+    return (keys, transposed, (heads, dim, page)) if spec.scales != "none" else (keys, transposed)

@@ -1,0 +1,68 @@
+"""What the manager tells the outside: one event per thing that happened, delivered outside every lock."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+logger = logging.getLogger("planlife")
+
+KINDS = ("mint", "evict", "rematerialise", "pin", "release", "fallback", "refuse", "stale", "seal")
+
+
+@dataclass(frozen=True)
+class Event:
+    """kind: one of KINDS. subject: the plan, arena or graph it is about. reason: why, in words."""
+
+    kind: str
+    subject: str
+    reason: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+class Announcer:
+    """Collects events while the manager works and hands them to the hooks when it holds no lock."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Event] = deque()
+        self._hooks: tuple[Callable[[Event], object], ...] = ()
+
+    def add_hook(self, callback: Callable[[Event], object]) -> Callable[[], None]:
+        """Returns a function that removes the hook again; removing twice is harmless."""
+        entry = _Hook(callback)
+        self._hooks = (*self._hooks, entry)
+
+        def remove() -> None:
+            self._hooks = tuple(hook for hook in self._hooks if hook is not entry)
+
+        return remove
+
+    def note(self, kind: str, subject: object, reason: str = "", **details: Any) -> None:
+        """An event happened; it is delivered at the next `deliver`."""
+        self.waiting.append(Event(kind, str(subject), reason, details))
+
+    def deliver(self) -> None:
+        """Call the hooks. A hook that raises is logged and never breaks a step."""
+        while self.waiting:
+            try:
+                event = self.waiting.popleft()
+            except IndexError:  # another thread was faster
+                return
+            for hook in self._hooks:
+                try:
+                    hook(event)
+                except Exception:
+                    logger.exception("a planlife hook raised on %s of %s", event.kind, event.subject)
+
+
+class _Hook:
+    """Gives each registration an identity of its own: the same function may be added twice."""
+
+    def __init__(self, callback: Callable[[Event], object]) -> None:
+        self._callback = callback
+
+    def __call__(self, event: Event) -> object:
+        return self._callback(event)

@@ -1,0 +1,56 @@
+"""What the manager knows of one recorded graph: what it pins, what it reads, and what it must find at replay."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from .device import Graph
+from .item import Item
+from .plan import Mark, Plan
+
+
+class Read:
+    """One plan that a graph reads, or the fallback that it runs.
+
+    mark: as captured; its rows and address are frozen in the graph. refreshes: how many different refreshes of these
+    tables the graph itself contains; 0 means that somebody else must have refreshed them before each replay.
+    """
+
+    __slots__ = ("captured", "mark", "plan", "refreshes", "route", "rows", "site", "ubatch")
+
+    def __init__(self, site: str, ubatch: int, route: str, rows: int, mark: Mark, plan: Plan | None, captured: bool):
+        self.site = site
+        self.ubatch = ubatch
+        self.route = route
+        self.rows = rows
+        self.mark = mark
+        self.plan = plan
+        self.captured = captured
+        self.refreshes = 0
+
+    def __str__(self) -> str:
+        return str(self.plan) if self.plan is not None else f"{self.site}/fallback/ub{self.ubatch}"
+
+
+class GraphRecord:
+    """Holds pins for a graph without referencing it: a graph that is dropped must be free to go.
+
+    Borrows: `holds`, everything the graph reads on our account, kept alive until the graph is gone.
+    """
+
+    __slots__ = ("capture_id", "graph", "holds", "pinned", "reads", "released")
+
+    def __init__(self, capture_id: int) -> None:
+        self.capture_id = capture_id
+        self.graph: weakref.ref[Graph] | None = None
+        self.pinned: list[Item] = []
+        self.holds: list[Any] = []
+        self.reads: dict[tuple[Any, ...], Read] = {}
+        self.released = False
+
+    def bind(self, graph: Graph) -> None:
+        self.graph = weakref.ref(graph)
+
+    def __str__(self) -> str:
+        return f"graph of capture {self.capture_id}"

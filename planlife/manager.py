@@ -1,0 +1,1330 @@
+"""PlanManager: the only module that knows ladder, store, ledger, plans, graphs, device and backend together."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+from .backends.base import FLAG_CLAMPED, FLAG_STALE, NUM_FLAGS, Backend
+from .call_check import CallChecker
+from .device import Device, Graph
+from .errors import (
+    BackendUnavailableError,
+    ClosedError,
+    ConfigError,
+    MintError,
+    PlanlifeError,
+    RouteError,
+    StalePlanError,
+)
+from .events import Announcer, Event, logger
+from .graph_record import GraphRecord, Read
+from .item import Item, State
+from .ladder import CapacityLadder
+from .plan import Arena, Mark, OffPlan, Pair, Plan, Segment, StepPlan, Tables, describe_owner
+from .report import ArenaLine, Counters, MemoryReport, PlanLine
+from .residency import NoRoomError, Residency
+from .sizing import Sizing
+from .spec import PlanSpec, Step, check_int
+
+ON_MISS = ("fallback", "raise", "mint")
+SANITIZE = ("off", "count", "raise")
+FallbackFn = Callable[..., Any]
+_Error = TypeVar("_Error", bound=PlanlifeError)
+
+#: Dummy steps empty the tables of a before-replay graph; this mark says so. It is nobody's step.
+_EMPTY = Mark(Step(None), None, 0, 0, None, 0)
+
+
+class _Why(NamedTuple):
+    """Why a step is not planned. code: without the numbers of the case, so that each kind is logged once."""
+
+    code: str
+    text: str
+
+
+class _Slot:
+    """What belongs to one (site, ubatch): its plans by class, its lane's arena, and the last decision."""
+
+    __slots__ = (
+        "arena",
+        "checker",
+        "ladder",
+        "last",
+        "last_fallback",
+        "num_skipped",
+        "plans",
+        "refusal",
+        "site",
+        "spec",
+        "token",
+        "ubatch",
+    )
+
+    def __init__(
+        self,
+        token: object,
+        site: str,
+        ubatch: int,
+        spec: PlanSpec,
+        ladder: CapacityLadder,
+        checker: CallChecker,
+        plans: dict[int, Plan],
+        arena: Arena,
+        refusal: str,
+    ) -> None:
+        self.token = token
+        self.site = site
+        self.ubatch = ubatch
+        self.spec = spec
+        self.ladder = ladder
+        self.checker = checker
+        self.plans = plans
+        self.arena = arena
+        self.refusal = refusal  #: why the backend can never serve this site, "" if it can
+        self.last: StepPlan | None = None  #: the last planned step, for skipping
+        self.last_fallback: StepPlan | None = None  #: the last step that fell back, so that its layers agree
+        self.num_skipped = 0  #: plan_for calls answered by `last`
+
+
+class _Given:
+    """A step handed to guard, with what its length tensor says."""
+
+    def __init__(self, step: Step, slot: _Slot, lens: tuple[int, int, int | None]) -> None:
+        self.step = step
+        self.slot = slot
+        self.rows, self.address, self.version = lens
+        self.is_dummy = step.dummy or self.rows == 0
+
+    def difference(self, read: Read) -> tuple[int, str, object, object] | None:
+        """(how many fields agree, first field that does not, found, wanted), or None if this is the read's step."""
+        fields: list[tuple[str, object, object]] = [
+            ("site", self.slot.site, read.site),
+            ("ubatch", self.slot.ubatch, read.ubatch),
+        ]
+        if not self.is_dummy:
+            fields.append(("rows", self.rows, read.rows))
+            fields.append(("length buffer address", hex(self.address), hex(read.mark.address)))
+        for depth, (field, found, wanted) in enumerate(fields):
+            if found != wanted:
+                return depth, field, found, wanted
+        return None
+
+
+class PlanManager:
+    """Owns every work plan and every scratch buffer of an engine's paged-decode calls on one device.
+
+    sites: one PlanSpec (named "default"), or PlanSpecs by site name. ladder: one for all sites, or one per site.
+    device: None = cuda if there is one, else cpu. backend: "auto", "aiter", "triton", "torch" or a Backend.
+    ubatches: micro-batches that may be in flight together. budget_bytes: None = worst_case_bytes().
+    enabled: False makes every plan_for the fallback, at no cost. fallback: "triton", "torch" or a callable
+    (output, query, key_cache, value_cache, block_tables, context_lens, softmax_scale, *, spec, key_scale, value_scale,
+    sinks). on_miss: what a class that was never minted does outside a capture phase: "fallback", "raise" or "mint".
+    sanitize: "off", "count" or "raise": compare the tables with the lengths at every decode, also inside graphs.
+
+    Raises ConfigError where the configuration can never work, BackendUnavailableError where a named backend is not
+    here. Threads: every method may be called from any thread. Allocates: no buffer before the first capture phase.
+    """
+
+    def __init__(
+        self,
+        sites: PlanSpec | Mapping[str, PlanSpec],
+        *,
+        ladder: CapacityLadder | Mapping[str, CapacityLadder],
+        device: Any = None,
+        backend: str | Backend = "auto",
+        ubatches: int = 1,
+        budget_bytes: int | None = None,
+        enabled: bool = True,
+        fallback: str | FallbackFn | None = None,
+        on_miss: str = "fallback",
+        sanitize: str = "off",
+    ) -> None:
+        specs, ladders = _check_sites(sites, ladder)
+        check_int("ubatches", ubatches, at_least=1)
+        _check_choice("on_miss", on_miss, ON_MISS)
+        _check_choice("sanitize", sanitize, SANITIZE)
+        if type(enabled) is not bool:
+            raise ConfigError(f"enabled must be a bool, got {enabled!r}.")
+        self._device: Device = _resolve_device(device)
+        self._backend: Backend = _resolve_backend(backend)
+        self._fallback: FallbackFn | None = _resolve_fallback(fallback)
+        self._enabled = enabled
+        self._on_miss = on_miss
+        self._sanitize = sanitize
+        self._ubatches = ubatches
+        self._sizing = Sizing(specs, ladders, self._backend, ubatches, self._device.num_compute_units)
+        self._announcer = Announcer()
+        self._events = self._announcer.waiting
+        self._counters = Counters()
+        self._residency = Residency(
+            self._device, self._backend, self._sizing, self._check_budget(budget_bytes), self._counters, self._announcer
+        )
+        self._slots = self._make_slots(specs, ladders)
+
+        self._lock = threading.RLock()
+        self._num_phases = 0
+        self._sealed = False
+        self._closed = False
+        self._logged_routes: set[tuple[Any, ...]] = set()
+
+        self._capture_id = self._device.capture_id
+        self._released = self._device.release_queue()
+        self._records: dict[int, GraphRecord] = {}  # by capture id
+        self._records_by_graph: weakref.WeakKeyDictionary[Graph, GraphRecord] = weakref.WeakKeyDictionary()
+        self._this_thread = threading.local()
+        self._flags = self._device.zeros_flags(NUM_FLAGS) if sanitize != "off" and enabled else None
+
+    # ------------------------------------------------------------------ construction
+
+    def _check_budget(self, budget_bytes: int | None) -> int:
+        if not self._enabled:
+            return 0
+        if budget_bytes is None:
+            return self._sizing.worst_case_bytes()
+        check_int("budget_bytes", budget_bytes, at_least=0)
+        least = self._sizing.min_budget_bytes()
+        if budget_bytes < least:
+            raise ConfigError(
+                f"budget_bytes={budget_bytes:,} cannot hold the plan and the scratch of the largest call, which takes "
+                f"{least:,} bytes. Raise budget_bytes to at least min_budget_bytes(), or lower the ladder's top class."
+            )
+        return budget_bytes
+
+    def _make_slots(
+        self, specs: Mapping[str, PlanSpec], ladders: Mapping[str, CapacityLadder]
+    ) -> dict[tuple[object, object], _Slot]:
+        token = object()
+        arenas = {
+            (lane, ubatch): Arena(lane, ubatch, self._sizing.arena_bytes(lane))
+            for lane in self._sizing.lanes()
+            for ubatch in range(self._ubatches)
+        }
+        slots: dict[tuple[object, object], _Slot] = {}
+        for site, spec in specs.items():
+            checker = CallChecker(site, spec, self._device)
+            refusal = self._refusal(site, spec)
+            for ubatch in range(self._ubatches):
+                plans = {
+                    class_rows: Plan(
+                        site,
+                        class_rows,
+                        ubatch,
+                        spec,
+                        self._sizing.plan_bytes(site, class_rows),
+                        self._pair_maker(site, spec, class_rows),
+                    )
+                    for class_rows in ladders[site].classes
+                }
+                slots[(site, ubatch)] = _Slot(
+                    token, site, ubatch, spec, ladders[site], checker, plans, arenas[(spec.lane, ubatch)], refusal
+                )
+        self._token = token
+        return slots
+
+    def _refusal(self, site: str, spec: PlanSpec) -> str:
+        """Why the backend can never serve this site; refused outright where nothing else could take its calls."""
+        if not self._enabled:
+            return ""
+        reasons = self._backend.refuse_spec(spec, self._device)
+        if not reasons:
+            return ""
+        refusal = f"backend {self._backend.name} cannot serve site {site!r} on {self._device.name}: " + "; ".join(
+            reasons
+        )
+        if self._fallback is None:
+            raise ConfigError(f"{refusal}. No fallback is configured: pass fallback=, or change the site.")
+        return refusal
+
+    def _pair_maker(self, site: str, spec: PlanSpec, class_rows: int) -> Callable[[Any], Pair]:
+        sizing, backend, num_cu = self._sizing, self._backend, self._device.num_compute_units
+
+        def make_pair(buffer: Any) -> Pair:
+            flavours = []
+            offset = 0
+            for _ in Pair._fields:
+                segments = []
+                first_row = 0
+                for rows in sizing.segment_rows(class_rows):
+                    num_bytes = sizing.tables_bytes(site, rows)
+                    native = backend.make_tables(spec, rows, num_cu, buffer[offset : offset + num_bytes])
+                    segments.append(Segment(first_row, first_row + rows, native))
+                    first_row += rows
+                    offset += num_bytes
+                flavours.append(Tables(tuple(segments)))
+            return Pair(*flavours)
+
+        return make_pair
+
+    # ------------------------------------------------------------------ the capture phase
+
+    @contextmanager
+    def capture_phase(self) -> Iterator[PlanManager]:
+        """The only place where plans are minted. Manager-wide: other threads may mint and capture meanwhile.
+
+        Seals at its end, also when left by an exception: from then on nothing compiles. May be re-opened, and nested.
+        Capture: not while recording. Syncs: no. Allocates: no.
+        """
+        self._enter("capture_phase")
+        if self._capture_id():
+            raise MintError("capture_phase() was opened while this stream records; open it around the recording.")
+        with self._lock:
+            self._num_phases += 1
+        try:
+            yield self
+        finally:
+            with self._lock:
+                self._num_phases -= 1
+                if not self._num_phases:
+                    self._sealed = True
+                    self._announcer.note("seal", self._device.name)
+            self._drain()
+
+    def warm(self, rows: int | Iterable[int] | None = None) -> None:
+        """Mint every class (or those of these row counts) of every site and ubatch, largest first.
+
+        Under a budget below the worst case every class is compiled and what fits stays resident; nothing is evicted
+        to make room. Each mint is all or nothing; an exception leaves those before it usable.
+
+        Raises MintError outside a capture phase or while recording, CapacityError for rows beyond a ladder,
+        BudgetError when the allocator has no memory. Capture: no. Syncs: as the backend's compiles do. Allocates: yes.
+        """
+        self._enter("warm")
+        if self._capture_id():
+            raise self._refuse(MintError("warm() was called while this stream records; warm before recording."))
+        if not self._num_phases:
+            raise self._refuse(
+                MintError("warm() mints, and plans are minted only inside capture_phase(): open one around warm().")
+            )
+        if not self._enabled:
+            return
+        wanted = None if rows is None else [rows] if isinstance(rows, int) else list(rows)
+        todo: list[tuple[_Slot, Plan]] = []
+        for slot in self._slots.values():
+            classes = slot.ladder.classes if wanted is None else {slot.ladder.class_for(count) for count in wanted}
+            if not slot.refusal:
+                todo.extend((slot, slot.plans[class_rows]) for class_rows in classes)
+        todo.sort(key=lambda pair: -pair[1].class_rows)
+        try:
+            for slot, plan in todo:
+                with plan.lock, self._lock:
+                    if not (plan.is_resident and slot.arena.is_resident):
+                        self._residency.mint_what_fits(plan, slot.arena)
+        finally:
+            self._announcer.deliver()
+
+    # ------------------------------------------------------------------ the hot path
+
+    def plan_for(self, step: Step) -> StepPlan | OffPlan:
+        """Class, route and reason of one step; finds or mints its plan and refreshes it if its content is stale.
+
+        Call it from the metadata builder, once per step and site, before replaying (before-replay style) or inside the
+        recording (in-graph style).
+
+        Raises ConfigError for a bad step, MintError / RouteError where a plan is missing and nothing may replace it,
+        BudgetError in a capture phase without room. Capture: yes, records the refresh into the in-graph tables.
+        Syncs: no. Allocates: not on a hit; on a miss as `on_miss` says, never while recording.
+        """
+        if not self._enabled:
+            return self._plan_off(step)
+        if self._released:
+            self._drain()
+        slot = self._slots.get(step.key)
+        if slot is not None:
+            last = slot.last
+            if last is not None and not step.dummy:
+                mark = last.mark
+                lens = step.context_lens
+                if mark.lens is lens and mark.revision == step.revision:  # type: ignore[union-attr]
+                    pair = last.item.pair  # type: ignore[union-attr]
+                    if pair is not None:
+                        capture_id = self._capture_id()
+                        if (
+                            (pair.in_graph if capture_id else pair.eager).mark is mark
+                            and mark.capture_id == capture_id  # type: ignore[union-attr]
+                            and mark.is_owned_by(step.owner)  # type: ignore[union-attr]
+                            and (mark.version is None or mark.version == lens._version)  # type: ignore[union-attr]
+                        ):
+                            slot.num_skipped += 1
+                            return last
+        return self._plan_for(step)
+
+    def _plan_off(self, step: Step) -> OffPlan:
+        slot = self._slots.get(step.key)
+        if slot is None or self._closed:
+            self._enter("plan_for")
+            slot = self._slot_of(step)
+        return OffPlan(slot, step.context_lens)
+
+    def pa_decode(
+        self,
+        plan: StepPlan | OffPlan,
+        output: Any,
+        query: Any,
+        key_cache: Any,
+        value_cache: Any,
+        block_tables: Any,
+        softmax_scale: float,
+        *,
+        key_scale: Any = None,
+        value_scale: Any = None,
+        sinks: Any = None,
+    ) -> Any:
+        """Paged decode of one layer by a step's plan.
+
+        plan: what plan_for returned for this step. output, query: [R * query_length, num_q_heads, head_dim] on the
+        device, R from the plan's rows to its class; rows beyond the plan's give exact zeros. key_cache, value_cache:
+        as the site's kv_layout says. block_tables: int32[>= rows, max_pages]; entries of empty rows and past a row's
+        pages may be anything. softmax_scale: finite, positive. key_scale, value_scale: FP8 caches only.
+        Returns output.
+
+        Raises ConfigError for tensors that are not the site's, StalePlanError if the lengths that were planned are
+        gone, RouteError where nothing may serve the call. Capture: yes. Syncs: no. Allocates: no.
+        """
+        if self._released:
+            self._drain()
+        try:
+            item = plan.item
+        except AttributeError:
+            raise ConfigError(f"pa_decode takes the StepPlan of plan_for, got {type(plan).__name__}.") from None
+        slot = plan.slot
+        if slot.token is not self._token:
+            raise RouteError(f"{plan!r} was made by another PlanManager; decode with the one that planned it.")
+        call = (
+            output, query, key_cache, value_cache, block_tables, softmax_scale, key_scale, value_scale, sinks,
+        )  # fmt: skip
+        if item is None:
+            try:
+                self._decode_other(plan, call)
+            finally:
+                self._announcer.deliver()
+            return output
+        slot.checker.check(plan.rows, item.class_rows, *call)
+        try:
+            with item.lock:
+                pair = item.pair
+                scratch = slot.arena.buffer
+                if (
+                    plan.captured
+                    or self._capture_id()
+                    or pair is None
+                    or scratch is None
+                    or pair.eager.mark is not plan.mark
+                ):
+                    tables, scratch = self._settle(plan)  # type: ignore[arg-type]
+                else:
+                    tables = pair.eager
+                if self._flags is not None:
+                    self._sanitize_tables(tables, plan.mark)  # type: ignore[arg-type]
+                segments = tables.segments
+                if len(segments) == 1:
+                    self._backend.decode(segments[0].native, scratch, *call)
+                else:
+                    self._decode_segments(slot.spec.query_length, segments, scratch, call)
+        finally:
+            if self._events:
+                self._announcer.deliver()
+        return output
+
+    # ------------------------------------------------------------------ planning, off the hot path
+
+    def _plan_for(self, step: Step) -> StepPlan:
+        self._enter("plan_for")
+        try:
+            slot, (rows, address, version) = self._inspect(step)
+            capture_id = self._capture_id()
+            if step.dummy or rows == 0:
+                if capture_id:
+                    raise self._refuse(
+                        RouteError(
+                            f"a dummy step of site {slot.site!r} was planned while recording: a graph would freeze its "
+                            "zeros. Capture with real rows (length 0 is fine) and replay with the dummy step."
+                        )
+                    )
+                return StepPlan(slot, "dummy", "dummy step" if step.dummy else "no rows", rows, None, None, False)
+            known = slot.last_fallback
+            if (
+                known is not None
+                and known.captured == bool(capture_id)
+                and known.mark is not None
+                and known.mark.difference(step, rows, address, version) is None
+            ):
+                return known  # decided once per step, also against us
+            mark = Mark(step, step.context_lens, rows, address, version, capture_id)
+            why = self._why_not_planned(slot, step.context_lens, rows)
+            if why is not None:
+                return self._fall_back(slot, mark, why)
+            if rows > slot.ladder.max_rows:
+                return self._plan_in_parts(slot, step, mark)
+            return self._plan_in_class(slot, step, mark)
+        finally:
+            self._announcer.deliver()
+
+    def _inspect(self, step: Step) -> tuple[_Slot, tuple[int, int, int | None]]:
+        """The slot of a step and (rows, address, version) of its lengths; a ConfigError for what can never be right."""
+        slot = self._slot_of(step)
+        if type(step.revision) is not int:
+            raise ConfigError(f"Step.revision must be an int, got {step.revision!r}.")
+        if type(step.dummy) is not bool:
+            raise ConfigError(f"Step.dummy must be a bool, got {step.dummy!r}.")
+        return slot, self._device.inspect_lens(step.context_lens)
+
+    def _slot_of(self, step: Step) -> _Slot:
+        if not isinstance(step, Step):
+            raise ConfigError(f"a planlife.Step is needed, got {type(step).__name__}.")
+        slot = self._slots.get(step.key)
+        if slot is not None:
+            return slot
+        sites = sorted({slot.site for slot in self._slots.values()})
+        if step.site not in sites:
+            raise ConfigError(f"no site {step.site!r}; this manager was given {', '.join(map(repr, sites))}.")
+        raise ConfigError(
+            f"ubatch must be an int in [0, {self._ubatches - 1}], got {step.ubatch!r}: this manager was configured "
+            f"with ubatches={self._ubatches}."
+        )
+
+    def _why_not_planned(self, slot: _Slot, context_lens: Any, rows: int) -> _Why | None:
+        """What rules out a plan for this step, whatever is minted; asked once per step."""
+        if slot.refusal:
+            return _Why("refused", slot.refusal)
+        reasons = self._backend.refuse_step(slot.spec, context_lens)
+        if reasons:
+            return _Why("refused step", f"backend {self._backend.name} cannot take this step: " + "; ".join(reasons))
+        if rows > slot.ladder.max_rows and self._fallback is not None:
+            return _Why("beyond ladder", f"more rows than the ladder's top class {slot.ladder.max_rows}")
+        return None
+
+    def _plan_in_class(self, slot: _Slot, step: Step, mark: Mark) -> StepPlan:
+        plan = slot.plans[slot.ladder.class_for(mark.rows)]
+        with plan.lock:
+            with self._lock:
+                self._residency.num_calls += 1
+                if plan.is_resident:
+                    self._counters.hits += 1
+                else:
+                    self._counters.misses += 1
+                why = self._make_resident(slot, plan, mark)
+                pair = plan.pair
+            if why is not None or pair is None:
+                return self._fall_back(slot, mark, why or _Why("evicted", "evicted by another thread"))
+            tables = pair.in_graph if mark.capture_id else pair.eager
+            found = tables.mark
+            if found is not None and slot.spec.shared_lengths and self._is_same(found, step, mark):
+                mark = found
+                with self._lock:
+                    self._counters.refreshes_skipped += 1
+                refreshed = False
+            else:
+                self._refresh(tables, mark)
+                refreshed = True
+            step_plan = StepPlan(slot, "planned", "", mark.rows, mark, plan, bool(mark.capture_id))
+            if mark.capture_id:
+                self._note_read(mark.capture_id, step_plan, refreshed)
+        self._log_route(slot, step_plan, "")
+        if slot.spec.shared_lengths:
+            slot.last = step_plan
+        return step_plan
+
+    @staticmethod
+    def _is_same(found: Mark, step: Step, mark: Mark) -> bool:
+        return (
+            found.capture_id == mark.capture_id
+            and found.is_owned_by(step.owner)
+            and found.difference(step, mark.rows, mark.address, mark.version) is None
+        )
+
+    def _plan_in_parts(self, slot: _Slot, step: Step, mark: Mark) -> StepPlan:
+        """More rows than the ladder and nobody else to take them: chunks of the top class, refreshed as they decode."""
+        plan = slot.plans[slot.ladder.max_rows]
+        with plan.lock, self._lock:
+            why = self._make_resident(slot, plan, mark)
+        if why is not None:
+            return self._fall_back(slot, mark, why)
+        parts = []
+        for first_row in range(0, mark.rows, plan.class_rows):
+            lens = mark.lens[first_row : first_row + plan.class_rows]
+            rows, address, version = self._device.inspect_lens(lens)
+            part_mark = Mark(step, lens, rows, address, version, mark.capture_id)
+            parts.append(StepPlan(slot, "planned", "", rows, part_mark, plan, bool(mark.capture_id)))
+        step_plan = StepPlan(slot, "planned", "", mark.rows, mark, None, bool(mark.capture_id), tuple(parts))
+        self._log_route(slot, step_plan, "in parts")
+        return step_plan
+
+    def _fall_back(self, slot: _Slot, mark: Mark, why: _Why) -> StepPlan:
+        if mark.capture_id and self._fallback is None:
+            raise self._refuse(
+                MintError(
+                    f"site {slot.site!r} was planned for {mark.rows} rows while this stream records, and no plan can "
+                    f"be had there: {why.text}. Warm the class in capture_phase() before recording, or configure "
+                    "fallback=."
+                )
+            )
+        with self._lock:
+            self._counters.fallbacks += 1
+        step_plan = StepPlan(slot, "fallback", why.text, mark.rows, mark, None, bool(mark.capture_id))
+        self._announcer.note(
+            "fallback", f"{slot.site}/ub{slot.ubatch}", why.text, rows=mark.rows, recorded=bool(mark.capture_id)
+        )
+        self._log_route(slot, step_plan, why.code)
+        slot.last_fallback = step_plan
+        return step_plan
+
+    def _log_route(self, slot: _Slot, plan: StepPlan, code: str) -> None:
+        """Each distinct route once, with rows, class and reason (R37)."""
+        key = (slot.site, plan.route, plan.class_rows, plan.captured, code)
+        if key in self._logged_routes:
+            return
+        self._logged_routes.add(key)
+        if plan.route == "planned":
+            logger.info("site %s: %d rows planned in class %s", slot.site, plan.rows, plan.class_rows)
+        else:
+            logger.warning(
+                "site %s: %d rows go to the fallback%s: %s",
+                slot.site,
+                plan.rows,
+                ", recorded into a graph" if plan.captured else "",
+                plan.reason,
+            )
+
+    def _refresh(self, tables: Tables, mark: Mark) -> None:
+        """Launch the planner over the mark's lengths and publish the mark; a failed launch leaves no mark."""
+        tables.set_mark(None)
+        lens = mark.lens
+        for first_row, end_row, native in tables.segments:
+            rows = min(mark.rows, end_row) - first_row
+            if rows <= 0:
+                self._backend.refresh(native, None, 0)
+            elif first_row == 0 and rows == mark.rows:
+                self._backend.refresh(native, lens, rows)
+            else:
+                self._backend.refresh(native, lens[first_row : first_row + rows], rows)
+        tables.set_mark(mark)
+        with self._lock:
+            self._counters.refreshes += 1
+
+    # ------------------------------------------------------------------ decoding, off the hot path
+
+    def _settle(self, plan: StepPlan) -> tuple[Tables, Any]:
+        """(tables, scratch) to launch with where the marks alone do not say: pins, brings back, refreshes or refuses.
+
+        The plan's lock is held.
+        """
+        item, slot, mark = plan.item, plan.slot, plan.mark
+        assert item is not None and mark is not None
+        capture_id = self._capture_id()
+        if capture_id:
+            return self._settle_recording(plan, item, mark, capture_id)
+        if plan.captured:
+            raise self._refuse(
+                RouteError(
+                    f"{plan!r} was made while capture {mark.capture_id} recorded; its tables belong to that graph's "
+                    "replays. Call plan_for again for an eager step."
+                )
+            )
+        with self._lock:
+            self._enter("pa_decode")
+            if not (item.is_resident and slot.arena.is_resident):
+                self._materialise(slot, item, mark)
+            pair, scratch = item.pair, slot.arena.buffer
+        assert pair is not None
+        if pair.eager.mark is not mark:
+            self._check_unmoved(plan, mark)
+            self._refresh(pair.eager, mark)
+        return pair.eager, scratch
+
+    def _settle_recording(self, plan: StepPlan, item: Plan, mark: Mark, capture_id: int) -> tuple[Tables, Any]:
+        slot = plan.slot
+        with self._lock:
+            self._enter("pa_decode")
+            pair, scratch = item.pair, slot.arena.buffer
+            if pair is None or scratch is None:
+                raise self._refuse(MintError(self._not_resident_message(slot, item)))
+        if plan.captured:
+            tables = pair.in_graph
+            if tables.mark is not mark:
+                if mark.capture_id != capture_id:
+                    raise self._stale(
+                        f"capture {capture_id} would read the in-graph tables of {item} as capture {mark.capture_id} "
+                        "refreshed them, and they were refreshed since. Call plan_for inside this recording."
+                    )
+                self._check_unmoved(plan, mark)
+                self._refresh(tables, mark)
+                self._note_read(capture_id, plan, refreshed=True)
+        else:
+            tables = pair.eager
+            if not slot.spec.shared_lengths:
+                raise self._refuse(
+                    RouteError(
+                        f"site {slot.site!r} has shared_lengths=False: each layer needs its own refresh, which a plan "
+                        "made before the recording cannot give. Call plan_for per layer inside the recording."
+                    )
+                )
+            record = self._records.get(capture_id)
+            read = record.reads.get(self._read_key(plan)) if record is not None else None
+            if read is not None and read.mark is not mark:
+                raise self._refuse(
+                    RouteError(
+                        f"capture {capture_id} reads {item} for a second step: both refreshes would precede the "
+                        "replay, so the first step would decode the second one's work. Call plan_for in the recording."
+                    )
+                )
+            if tables.mark is not mark:
+                raise self._stale(
+                    f"{item} holds other lengths than those this plan was made for "
+                    f"({describe_owner(mark.held_owner())}, revision {mark.revision}), and a refresh of eager tables "
+                    "must not be recorded. Call plan_for right before the recording."
+                )
+        self._note_read(capture_id, plan, refreshed=False)
+        return tables, scratch
+
+    def _check_unmoved(self, plan: StepPlan, mark: Mark) -> None:
+        version = self._device.inspect_lens(mark.lens)[2]
+        if version != mark.version:
+            raise self._stale(
+                f"{plan.item} must be planned again for {plan!r}, but its length buffer was written since plan_for "
+                f"(version {mark.version}, now {version}). Call plan_for after every write to the lengths."
+            )
+
+    def _decode_segments(
+        self, query_length: int, segments: tuple[Segment, ...], scratch: Any, call: tuple[Any, ...]
+    ) -> None:
+        """One call per table set, each over its rows; they are serial and share the scratch."""
+        output, query, key_cache, value_cache, block_tables, *extras = call
+        for first_row, end_row, native in segments:
+            first, end = first_row * query_length, end_row * query_length
+            chunk = output[first:end]
+            if chunk.shape[0]:
+                tables = block_tables[first_row:end_row]
+                self._backend.decode(native, scratch, chunk, query[first:end], key_cache, value_cache, tables, *extras)
+
+    def _decode_other(self, plan: StepPlan | OffPlan, call: tuple[Any, ...]) -> None:
+        """Dummies, the fallback, and more rows than the ladder has."""
+        self._enter("pa_decode")
+        slot: _Slot = plan.slot
+        capture_id = self._capture_id()
+        if plan.route == "dummy":
+            if capture_id:
+                raise self._refuse(
+                    RouteError("a dummy step was decoded while recording: a graph would freeze its zeros.")
+                )
+            call[0].zero_()
+            return
+        if plan.route == "fallback" and self._fallback is None:
+            raise self._refuse(
+                RouteError(
+                    f"site {slot.site!r}: nothing can serve this call: {plan.reason}. Pass fallback= to the manager, "
+                    "or serve steps whose plan_for answers route 'fallback' yourself."
+                )
+            )
+        rows, address, version = self._device.inspect_lens(plan.context_lens)
+        ladder = slot.ladder
+        slot.checker.check(rows, ladder.class_for(rows) if 0 < rows <= ladder.max_rows else rows, *call)
+        if capture_id:
+            mark = plan.mark
+            if mark is None:
+                own_step = Step(plan.context_lens, site=slot.site, ubatch=slot.ubatch)
+                mark = Mark(own_step, plan.context_lens, rows, address, version, capture_id)
+            self._note_other_read(capture_id, plan, mark)
+        if plan.parts:
+            self._decode_parts(slot.spec.query_length, plan.parts, call)
+        else:
+            self._decode_by_fallback(slot.spec, rows, plan.context_lens, call)
+
+    def _decode_by_fallback(self, spec: PlanSpec, rows: int, context_lens: Any, call: tuple[Any, ...]) -> None:
+        assert self._fallback is not None
+        output, query, key_cache, value_cache, block_tables, softmax_scale, key_scale, value_scale, sinks = call
+        end = rows * spec.query_length
+        if rows:
+            self._fallback(
+                output[:end],
+                query[:end],
+                key_cache,
+                value_cache,
+                block_tables[:rows],
+                context_lens,
+                softmax_scale,
+                spec=spec,
+                key_scale=key_scale,
+                value_scale=value_scale,
+                sinks=sinks,
+            )
+        if output.shape[0] > end:
+            output[end:].zero_()
+
+    def _decode_parts(self, query_length: int, parts: tuple[StepPlan, ...], call: tuple[Any, ...]) -> None:
+        """Chunks of the top class, one after another through its one table set: each is refreshed as it decodes."""
+        output, query, key_cache, value_cache, block_tables, *extras = call
+        end_row = 0
+        for part in parts:
+            first_row, end_row = end_row, end_row + part.rows
+            first, end = first_row * query_length, end_row * query_length
+            tables_of_part = block_tables[first_row:end_row]
+            part_call = (output[first:end], query[first:end], key_cache, value_cache, tables_of_part, *extras)
+            item = part.item
+            assert item is not None and part.mark is not None
+            with item.lock:
+                tables, scratch = self._settle(part)
+                if self._flags is not None:
+                    self._sanitize_tables(tables, part.mark)
+                self._decode_segments(query_length, tables.segments, scratch, part_call)
+
+    # ------------------------------------------------------------------ residency
+
+    def _make_resident(self, slot: _Slot, plan: Plan, mark: Mark) -> _Why | None:
+        """Both buffers of one call are there, or why they are not; raises where falling back is not allowed.
+
+        The manager's lock is held.
+        """
+        if plan.is_resident and slot.arena.is_resident:
+            self._residency.store.touch(plan)
+            self._residency.store.touch(slot.arena)
+            return None
+        if mark.capture_id:
+            if self._fallback is None:
+                raise self._refuse(MintError(self._not_resident_message(slot, plan)))
+            return _Why("not resident while recording", self._not_resident_message(slot, plan))
+        if plan.state is State.ABSENT and not self._num_phases:
+            text = f"class {plan.class_rows} of site {slot.site!r} (ubatch {slot.ubatch}) was never minted"
+            if self._on_miss == "raise":
+                raise self._refuse(RouteError(f"{text}. Warm it inside capture_phase(), or choose another on_miss."))
+            if self._on_miss == "fallback":
+                return _Why("never minted", f"{text}; warm it inside capture_phase()")
+            logger.warning("%s: minting it now, which stalls this step (on_miss='mint')", text)
+        try:
+            self._materialise(slot, plan, mark)
+        except NoRoomError as error:
+            if self._num_phases or self._on_miss == "raise":
+                raise
+            return _Why(error.code, f"{error.code}: {error}")
+        return None
+
+    def _materialise(self, slot: _Slot, plan: Plan, mark: Mark) -> None:
+        try:
+            self._residency.materialise(plan, slot.arena, f"{mark.rows} rows", in_phase=bool(self._num_phases))
+        except NoRoomError as error:
+            raise self._refuse(error) from error.__cause__
+
+    def _not_resident_message(self, slot: _Slot, plan: Plan) -> str:
+        missing: Item = slot.arena if plan.is_resident else plan
+        if missing.state is State.ABSENT:
+            what = f"{missing} was never minted"
+        else:
+            what = f"{missing} is not resident: {self._residency.tombstone_of(missing)}"
+        return (
+            f"{what}, and this stream is recording, where nothing may be allocated or compiled. Call warm() or "
+            "plan_for for this class before the recording."
+        )
+
+    # ------------------------------------------------------------------ graphs
+
+    @contextmanager
+    def graph(self, g: Graph | None = None, **options: Any) -> Iterator[Graph]:
+        """Record the body into a graph and pin what it touches; yields the graph.
+
+        g: None makes one; a graph recorded before is reset first, then its pins go. options: as torch.cuda.graph takes.
+        On an exception the graph is reset before its pins go. On a CPU the graph is a planlife EmulatedGraph.
+        """
+        self._enter("graph")
+        if g is None:
+            g = self._device.new_graph()
+        elif g in self._records_by_graph:
+            self._device.reset(g)
+            self.release(g)
+        record = None
+        try:
+            with self._device.record(g, **options):
+                with self._lock:
+                    record = self._record_for(self._capture_id())
+                    record.bind(g)
+                yield g
+            self._records_by_graph[g] = record
+        except BaseException:
+            self._device.reset(g)
+            if record is not None:
+                self._release(record, "its capture failed")
+            raise
+        finally:
+            self._drain()
+            self._announcer.deliver()
+
+    def adopt(self, g: Graph) -> None:
+        """Bind the pins of this thread's last capture, which an engine opened itself, to its graph object.
+
+        Call it right after the capture, so that guard, replay and release know the graph. Raises RouteError where there
+        is nothing to adopt.
+        """
+        self._enter("adopt")
+        record: GraphRecord | None = getattr(self._this_thread, "last_record", None)
+        if record is None or record.released or record.graph is not None or self._capture_id():
+            raise RouteError(
+                "adopt() found no finished capture of this thread that touched a plan and has no graph yet. Call it "
+                "once, on the thread that captured, right after the capture has ended."
+            )
+        previous = self._records_by_graph.get(g)
+        if previous is not None:
+            self._release(previous, "captured again")
+        record.bind(g)
+        self._records_by_graph[g] = record
+
+    def guard(self, g: Graph, *steps: Step) -> None:
+        """Check that the next replay of g decodes the work of these steps; call it before g.replay().
+
+        Every plan that g reads needs a step of its site and ubatch, with the captured row count, length buffer and
+        route; tables that g does not refresh itself must hold exactly the step's lengths. A dummy step empties such
+        tables instead. Raises StalePlanError naming graph, plan, field, found and wanted; RouteError for a graph this
+        manager does not know. Syncs: no. Allocates: no.
+        """
+        self._enter("guard")
+        try:
+            record = self._records_by_graph.get(g)
+            if record is None or record.released:
+                raise self._refuse(
+                    RouteError(
+                        "this graph holds no pins here: it was released, reset, or captured without manager.graph() "
+                        "and not adopted. Capture it through manager.graph(), or call adopt(g) after your own capture."
+                    )
+                )
+            self._guard(record, [_Given(step, *self._inspect(step)) for step in steps])
+        finally:
+            self._announcer.deliver()
+
+    def _guard(self, record: GraphRecord, given: list[_Given]) -> None:
+        matches: list[tuple[Read, _Given]] = []
+        unmatched: list[Read] = []
+        for read in record.reads.values():
+            fitting = next((one for one in given if one.difference(read) is None), None)
+            if fitting is None:
+                unmatched.append(read)
+            else:
+                matches.append((read, fitting))
+        used = [id(one) for _, one in matches]
+        for read in unmatched:
+            spare = [one for one in given if id(one) not in used]
+            if not spare:
+                raise self._stale(
+                    f"{record} reads {read} ({read.rows} rows, lengths at {read.mark.address:#x}) and was given no "
+                    "step for it. Pass a step for every plan the graph reads."
+                )
+            differences = [one.difference(read) or (0, "", "", "") for one in spare]
+            _, field, found, wanted = max(differences, key=lambda difference: difference[0])
+            raise self._stale_field(record, read, field, found, wanted)
+        for read, one in matches:
+            if not one.is_dummy:
+                self._check_read(record, read, one)
+        self._foresee(record, matches)
+
+    def _check_read(self, record: GraphRecord, read: Read, one: _Given) -> None:
+        route = self._route_of(one)
+        if route != read.route:
+            raise self._stale_field(record, read, "route", route, read.route)
+        if read.plan is None or read.refreshes:
+            return
+        pair = read.plan.pair
+        mark = None if pair is None else (pair.in_graph if read.captured else pair.eager).mark
+        wanted = describe_owner(one.step.owner)
+        if mark is None:
+            raise self._stale_field(record, read, "mark", "no known lengths", wanted)
+        if mark is _EMPTY:
+            raise self._stale_field(record, read, "mark", "emptied for a dummy step", wanted)
+        if mark.capture_id != read.mark.capture_id:
+            raise self._stale_field(record, read, "refreshing capture", mark.capture_id, read.mark.capture_id)
+        difference = mark.difference(one.step, one.rows, one.address, one.version)
+        if difference is not None:
+            raise self._stale_field(record, read, *difference)
+
+    def _route_of(self, one: _Given) -> str:
+        """The route that plan_for gave this very step, or would give it."""
+        if not self._enabled:
+            return "fallback"
+        slot = one.slot
+        for known in (slot.last, slot.last_fallback):
+            if (
+                known is not None
+                and known.mark is not None
+                and known.mark.difference(one.step, one.rows, one.address, one.version) is None
+            ):
+                return known.route
+        if self._why_not_planned(slot, one.step.context_lens, one.rows) is not None:
+            return "fallback"
+        if one.rows <= slot.ladder.max_rows and slot.plans[slot.ladder.class_for(one.rows)].state is State.ABSENT:
+            return "fallback" if self._on_miss == "fallback" else "planned"
+        return "planned"
+
+    def _foresee(self, record: GraphRecord, matches: list[tuple[Read, _Given]]) -> None:
+        """Everything was checked: bring the marks to where the replay will leave the tables."""
+        refreshes: dict[Plan, int] = {}
+        for read, _ in matches:
+            if read.plan is not None and read.captured:
+                refreshes[read.plan] = refreshes.get(read.plan, 0) + read.refreshes
+        for read, one in matches:
+            plan = read.plan
+            if plan is None:
+                continue
+            with plan.lock:
+                pair = plan.pair
+                assert pair is not None, "a pinned plan lost its buffer"
+                if read.captured:
+                    if refreshes[plan] == 1 and not one.is_dummy and read.refreshes:
+                        lens = one.step.context_lens
+                        pair.in_graph.set_mark(
+                            Mark(one.step, lens, one.rows, one.address, one.version, record.capture_id)
+                        )
+                    elif refreshes[plan]:
+                        pair.in_graph.set_mark(None)  # several refreshes: the last lengths are not known here
+                elif one.is_dummy and pair.eager.mark is not _EMPTY:
+                    self._refresh(pair.eager, _EMPTY)
+
+    def replay(self, g: Graph, *steps: Step) -> None:
+        """guard(g, *steps), then g.replay() on the current stream."""
+        self.guard(g, *steps)
+        self._device.replay(g)
+        self._collect_flags(may_raise=True)
+
+    def release(self, g: Graph) -> None:
+        """Promise that g is not replayed again: its pins go. Also automatic when g is reset or collected."""
+        self._drain()
+        record = self._records_by_graph.pop(g, None)
+        if record is not None:
+            self._release(record, "released")
+        self._announcer.deliver()
+
+    def _record_for(self, capture_id: int) -> GraphRecord:
+        """The record of the capture this thread is in; the first call attaches its end to the graph."""
+        record = self._records.get(capture_id)
+        if record is None:
+            record = GraphRecord(capture_id)
+            self._device.watch_capture(self._released, record.holds)
+            self._records[capture_id] = record
+        self._this_thread.last_record = record
+        return record
+
+    @staticmethod
+    def _read_key(plan: StepPlan) -> tuple[Any, ...]:
+        """An eager plan is read for one step only; in-graph tables may be refreshed from several length buffers."""
+        assert plan.item is not None and plan.mark is not None
+        if not plan.captured:
+            return (plan.item.key, "eager")
+        return (plan.item.key, "in-graph", plan.mark.address, plan.mark.rows)
+
+    def _note_read(self, capture_id: int, plan: StepPlan, refreshed: bool) -> None:
+        """The graph being recorded reads this plan: pin what it reads, remember what it must find at replay."""
+        item, slot, mark = plan.item, plan.slot, plan.mark
+        assert item is not None and mark is not None
+        with self._lock:
+            if not (item.is_resident and slot.arena.is_resident):
+                raise self._refuse(MintError(self._not_resident_message(slot, item)))
+            record = self._record_for(capture_id)
+            self._residency.num_pinning_graphs += not record.pinned
+            for pinned in (item, slot.arena):
+                if pinned not in record.pinned:
+                    self._residency.store.pin(pinned)
+                    record.pinned.append(pinned)
+                    record.holds.append(pinned.buffer)
+                    self._announcer.note("pin", pinned, str(record))
+            key = self._read_key(plan)
+            read = record.reads.get(key)
+            if read is None:
+                read = Read(plan.site, plan.ubatch, plan.route, plan.rows, mark, item, plan.captured)
+                record.reads[key] = read
+                record.holds.append(mark.lens)
+            read.refreshes += refreshed
+
+    def _note_other_read(self, capture_id: int, plan: StepPlan | OffPlan, mark: Mark) -> None:
+        """The graph being recorded runs the fallback, or decodes in parts, over this length buffer."""
+        with self._lock:
+            record = self._record_for(capture_id)
+            key = (plan.site, plan.ubatch, plan.route, mark.address, mark.rows)
+            if key not in record.reads:
+                record.reads[key] = Read(plan.site, plan.ubatch, plan.route, mark.rows, mark, None, plan.captured)
+                record.holds.append(mark.lens)
+
+    def _release(self, record: GraphRecord, reason: str) -> None:
+        with self._lock:
+            if record.released:
+                return
+            record.released = True
+            self._residency.num_pinning_graphs -= bool(record.pinned)
+            for item in record.pinned:
+                self._residency.store.unpin(item)
+            record.pinned.clear()
+            record.holds.clear()
+            record.reads.clear()
+            self._records.pop(record.capture_id, None)
+            self._counters.releases += 1
+            self._announcer.note("release", record, reason)
+
+    def _drain(self) -> None:
+        """Release what belonged to graphs that are gone; destructors only queued their ids."""
+        while self._released:
+            try:
+                capture_id = self._released.popleft()
+            except IndexError:  # another thread was faster
+                break
+            with self._lock:
+                record = self._records.get(capture_id)
+                if record is not None:
+                    self._release(record, "its graph is gone")
+        self._announcer.deliver()
+
+    # ------------------------------------------------------------------ memory and life
+
+    def worst_case_bytes(self) -> int:
+        """Bytes of everything resident at once; what a full warm-up takes, never exceeded. 0 with enabled=False."""
+        return self._sizing.worst_case_bytes() if self._enabled else 0
+
+    def min_budget_bytes(self) -> int:
+        """The largest need of one call: its pair of table sets and its arena."""
+        return self._sizing.min_budget_bytes() if self._enabled else 0
+
+    @staticmethod
+    def estimate_bytes(
+        sites: PlanSpec | Mapping[str, PlanSpec],
+        *,
+        ladder: CapacityLadder | Mapping[str, CapacityLadder],
+        ubatches: int = 1,
+        backend: str | Backend = "torch",
+        num_compute_units: int = 256,
+    ) -> int:
+        """worst_case_bytes() of a manager with these arguments, without a device.
+
+        num_compute_units: of the device meant: a GPU's SM or CU count, 256 for the CPU device.
+        """
+        specs, ladders = _check_sites(sites, ladder)
+        check_int("ubatches", ubatches, at_least=1)
+        check_int("num_compute_units", num_compute_units, at_least=1)
+        return Sizing(specs, ladders, _resolve_backend(backend), ubatches, num_compute_units).worst_case_bytes()
+
+    def trim(self, target_bytes: int) -> int:
+        """Evict the least recently used plans and arenas until at most `target_bytes` are resident.
+
+        What graphs pin stays. Returns the bytes freed. Syncs: no. Allocates: no.
+        """
+        self._enter("trim")
+        check_int("target_bytes", target_bytes, at_least=0)
+        with self._lock:
+            freed_bytes = self._residency.evict_down_to(target_bytes, f"trimmed to {target_bytes:,} bytes")
+        self._announcer.deliver()
+        return freed_bytes
+
+    def invalidate(self) -> None:
+        """Drop all marks and keep all addresses: after sleep/wake, a weight reload, or a move of the KV cache."""
+        self._enter("invalidate")
+        for slot in self._slots.values():
+            slot.last_fallback = None
+            for plan in slot.plans.values():
+                with plan.lock:
+                    for tables in plan.pair or ():
+                        tables.set_mark(None)
+
+    def report(self) -> MemoryReport:
+        """What is held and what was done. Works after close()."""
+        if not self._closed:
+            self._drain()
+            self._collect_flags(may_raise=False)
+        with self._lock:
+            counters = self._counters.to_dict()
+            for slot in self._slots.values():
+                counters["hits"] += slot.num_skipped
+                counters["refreshes_skipped"] += slot.num_skipped
+            plans = [plan for slot in self._slots.values() for plan in slot.plans.values()]
+            arenas = {slot.arena.key: slot.arena for slot in self._slots.values()}
+            return MemoryReport(
+                device=self._device.name,
+                backend=self._backend.name,
+                budget_bytes=self._residency.ledger.budget_bytes,
+                worst_case_bytes=self.worst_case_bytes(),
+                resident_bytes=self._residency.ledger.resident_bytes,
+                pinned_bytes=self._residency.store.pinned_bytes,
+                peak_bytes=self._residency.ledger.peak_bytes,
+                num_graphs=len(self._records),
+                sealed=self._sealed,
+                closed=self._closed,
+                plans=tuple(
+                    PlanLine(
+                        plan.site,
+                        plan.class_rows,
+                        plan.ubatch,
+                        plan.state.value,
+                        plan.num_bytes,
+                        plan.num_pins,
+                        self._note_of(plan),
+                    )
+                    for plan in plans
+                    if plan.state is not State.ABSENT
+                ),
+                arenas=tuple(
+                    ArenaLine(
+                        lane,
+                        int(ubatch.removeprefix("ub")),
+                        arena.state.value,
+                        arena.num_bytes,
+                        arena.num_pins,
+                        self._note_of(arena),
+                    )
+                    for (_, lane, ubatch), arena in arenas.items()
+                    if arena.state is not State.ABSENT
+                ),
+                counters=counters,
+                excluded=self._excluded(),
+            )
+
+    def _note_of(self, item: Item) -> str:
+        return self._residency.tombstone_of(item)
+
+    def _excluded(self) -> dict[str, str]:
+        excluded = {"compiled code": "what the backend's compiler and loader keep per specialisation"}
+        if self._flags is not None:
+            excluded["sanitizer"] = f"{NUM_FLAGS * 8} bytes of counters"
+        if self._fallback is not None:
+            excluded["fallback"] = "whatever the fallback allocates while it runs"
+        return excluded
+
+    def add_hook(self, callback: Callable[[Event], object]) -> Callable[[], None]:
+        """Call `callback(event)` for every event, outside all locks; returns a function that removes it.
+
+        An exception in the callback is logged and dropped. The callback may call the manager.
+        """
+        if not callable(callback):
+            raise ConfigError(f"add_hook takes a callable, got {callback!r}.")
+        return self._announcer.add_hook(callback)
+
+    def close(self) -> None:
+        """Give every byte back. Idempotent. Live graphs lose their pins: they must not be replayed any more.
+
+        Raises RouteError while this thread's stream records.
+        """
+        if self._closed:
+            return
+        if self._capture_id():
+            raise RouteError("close() was called while this stream records; end the recording first.")
+        self._drain()
+        self._collect_flags(may_raise=False)
+        with self._lock:
+            self._closed = True
+            for record in list(self._records.values()):
+                self._release(record, "the manager was closed")
+            self._residency.evict_down_to(0, "the manager was closed")
+            for slot in self._slots.values():
+                slot.last = slot.last_fallback = None
+            self._flags = None
+        self._announcer.deliver()
+
+    def __enter__(self) -> PlanManager:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ small things
+
+    def _enter(self, what: str) -> None:
+        """Every entry point: refuse after close, settle what happened meanwhile."""
+        if self._closed:
+            raise ClosedError(f"{what} was called on a closed PlanManager; make a new one.")
+        if self._released:
+            self._drain()
+        if self._flags is not None and not self._capture_id():
+            self._collect_flags(may_raise=True)
+
+    def _sanitize_tables(self, tables: Tables, mark: Mark) -> None:
+        """Compare the tables with the lengths that are in the buffer now; recorded into the graph when recording."""
+        for first_row, end_row, native in tables.segments:
+            rows = max(min(mark.rows, end_row) - first_row, 0)
+            self._backend.sanitize(native, mark.lens[first_row : first_row + rows], rows, self._flags)
+        if not self._capture_id():
+            self._collect_flags(may_raise=True)
+
+    def _collect_flags(self, *, may_raise: bool) -> None:
+        if self._flags is None:
+            return
+        words = self._device.read_flags(self._flags)
+        stale, clamped = words[FLAG_STALE], words[FLAG_CLAMPED]
+        if not (stale or clamped):
+            return
+        with self._lock:
+            self._counters.lengths_clamped += clamped
+            self._counters.stale_detected += stale
+        if stale:
+            reason = f"the sanitizer saw {stale} decodes whose tables were not made from the lengths in the buffer"
+            self._announcer.note("stale", self._device.name, reason)
+            if may_raise and self._sanitize == "raise":
+                raise StalePlanError(f"{reason}. Call plan_for after every write to the lengths, before the replay.")
+
+    def _refuse(self, error: _Error) -> _Error:
+        """Tell the hooks that a call is refused; the caller raises."""
+        self._announcer.note("refuse", type(error).__name__, str(error))
+        return error
+
+    def _stale(self, message: str) -> StalePlanError:
+        with self._lock:
+            self._counters.stale_detected += 1
+        self._announcer.note("stale", self._device.name, message)
+        return StalePlanError(message)
+
+    def _stale_field(
+        self, record: GraphRecord, read: Read, field: str, found: object, wanted: object
+    ) -> StalePlanError:
+        return self._stale(
+            f"{record} may not be replayed: its plan {read} has {field}: found {found}, wanted {wanted}. Call plan_for "
+            "for the step that is replayed, with the captured length buffer and rows, right before guard()."
+        )
+
+
+def _check_choice(what: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{what} must be one of {', '.join(known)}, got {value!r}.")
+
+
+def _check_sites(
+    sites: PlanSpec | Mapping[str, PlanSpec], ladder: CapacityLadder | Mapping[str, CapacityLadder]
+) -> tuple[dict[str, PlanSpec], dict[str, CapacityLadder]]:
+    """Specs and ladders by site name."""
+    specs = {"default": sites} if isinstance(sites, PlanSpec) else dict(sites) if isinstance(sites, Mapping) else None
+    if not specs or not all(type(site) is str and isinstance(spec, PlanSpec) for site, spec in specs.items()):
+        raise ConfigError(f"sites must be a PlanSpec, or a non-empty mapping of names to PlanSpecs, got {sites!r}.")
+    if isinstance(ladder, CapacityLadder):
+        return specs, dict.fromkeys(specs, ladder)
+    if not isinstance(ladder, Mapping) or not all(isinstance(one, CapacityLadder) for one in ladder.values()):
+        raise ConfigError(f"ladder must be a CapacityLadder, or a mapping of site names to them, got {ladder!r}.")
+    if set(ladder) != set(specs):
+        raise ConfigError(
+            f"ladder must name the same sites as sites: {', '.join(sorted(specs))}, got {', '.join(sorted(ladder))}."
+        )
+    return specs, dict(ladder)
+
+
+def _resolve_device(device: Any) -> Device:
+    # Imported here: the lifecycle itself needs no torch.
+    from .torch_device import resolve_device
+
+    return resolve_device(device)
+
+
+def _resolve_backend(backend: str | Backend) -> Backend:
+    if isinstance(backend, str):
+        if backend in ("triton", "aiter"):
+            raise BackendUnavailableError(
+                f"backend={backend!r} is not part of this release; pass backend='torch' (or 'auto') and device='cpu'."
+            )
+        _check_choice("backend", backend, ("auto", "aiter", "triton", "torch"))
+        from .backends.torch_backend import TorchBackend
+
+        return TorchBackend()
+    if not all(callable(getattr(backend, name, None)) for name in ("refuse_spec", "make_tables", "refresh", "decode")):
+        raise ConfigError(f"backend must be a name or implement planlife.backends.base.Backend, got {backend!r}.")
+    return backend
+
+
+def _resolve_fallback(fallback: str | FallbackFn | None) -> FallbackFn | None:
+    if fallback is None or callable(fallback):
+        return fallback
+    if fallback == "triton":
+        raise BackendUnavailableError("fallback='triton' is not part of this release; pass 'torch' or a callable.")
+    if fallback != "torch":
+        raise ConfigError(f"fallback must be None, 'triton', 'torch' or a callable, got {fallback!r}.")
+    from .backends.torch_backend import dense_fallback
+
+    return dense_fallback

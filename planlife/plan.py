@@ -1,0 +1,274 @@
+"""A plan and what is known of its content: tables, marks, and the StepPlan that layers hold."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .item import Item
+from .spec import PlanSpec, Step
+
+
+class _Held:
+    """A strong reference to an owner that takes no weak one (dict, tuple, slots object); dropped by `let_go`."""
+
+    __slots__ = ("_owner",)
+
+    def __init__(self, owner: object) -> None:
+        self._owner = owner
+
+    def __call__(self) -> object:
+        return self._owner
+
+    def let_go(self) -> None:
+        self._owner = None
+
+
+def _hold(owner: object) -> int | Callable[[], object] | None:
+    """An int by value, everything else by identity: weakly where possible."""
+    if owner is None or type(owner) is int:
+        return owner
+    try:
+        return weakref.ref(owner)
+    except TypeError:
+        return _Held(owner)
+
+
+class Mark:
+    """Whose lengths are in a table set. Immutable; two marks are the same only if they are one object.
+
+    owner: how the step's owner is held. revision, rows, address, version: of the step and its length tensor.
+    capture_id: the capture whose replay writes the tables, 0 for eager tables.
+    lens: the length tensor itself, held, so that its address stays taken while the mark speaks of it.
+    """
+
+    __slots__ = ("address", "capture_id", "lens", "owner", "revision", "rows", "step", "version")
+
+    def __init__(self, step: Step, lens: Any, rows: int, address: int, version: int | None, capture_id: int) -> None:
+        self.owner = _hold(step.owner)
+        self.step = weakref.ref(step)
+        self.revision = step.revision
+        self.lens = lens
+        self.rows = rows
+        self.address = address
+        self.version = version
+        self.capture_id = capture_id
+
+    def is_owned_by(self, owner: object) -> bool:
+        """Same owner: an int by value, everything else by identity, None never."""
+        held = self.owner
+        if held is None or owner is None:
+            return False
+        if isinstance(held, int):
+            return type(owner) is int and held == owner
+        return held() is owner
+
+    def difference(self, step: Step, rows: int, address: int, version: int | None) -> tuple[str, object, object] | None:
+        """First field in which the lengths marked here are not those of `step`: (field, found, wanted), or None.
+
+        A step without an owner is only ever the same as itself, as the same Step object.
+        """
+        if not self.is_owned_by(step.owner) and self.step() is not step:
+            return "owner", describe_owner(self.held_owner()), describe_owner(step.owner)
+        for field, found, wanted in (
+            ("revision", self.revision, step.revision),
+            ("rows", self.rows, rows),
+            ("length buffer address", hex(self.address), hex(address)),
+            ("length buffer version", self.version, version),
+        ):
+            if found != wanted:
+                return field, found, wanted
+        return None
+
+    def held_owner(self) -> object:
+        held = self.owner
+        return held if held is None or isinstance(held, int) else held()
+
+    def retire(self) -> None:
+        """The tables hold other lengths now: an owner that had to be held strongly is let go."""
+        if type(self.owner) is _Held:
+            self.owner.let_go()
+
+
+def describe_owner(owner: object) -> str:
+    if owner is None:
+        return "no owner"
+    return str(owner) if type(owner) is int else f"{type(owner).__name__} at {id(owner):#x}"
+
+
+class Segment(NamedTuple):
+    """Rows [first_row, end_row) of a class, as one table set of the backend."""
+
+    first_row: int
+    end_row: int
+    native: Any
+
+
+class Tables:
+    """All segments of a class in one flavour (eager or in-graph), and the mark that says whose lengths they hold."""
+
+    __slots__ = ("mark", "segments")
+
+    def __init__(self, segments: tuple[Segment, ...]) -> None:
+        self.segments = segments
+        self.mark: Mark | None = None
+
+    def set_mark(self, mark: Mark | None) -> None:
+        """Publish what was just launched, or that nothing is known any more."""
+        old, self.mark = self.mark, mark
+        if old is not None and old is not mark:
+            old.retire()
+
+
+class Pair(NamedTuple):
+    """Eager code only ever sees `eager`; replays change `in_graph` unseen."""
+
+    eager: Tables
+    in_graph: Tables
+
+
+class Plan(Item):
+    """Owns: one block with the table sets of one (site, class rows, ubatch), eager and in-graph.
+
+    Address-stable: from mint or rematerialisation until eviction; never moved while a graph pins it.
+    `lock` makes checking a mark, launching, and setting a mark one step.
+    """
+
+    __slots__ = ("_make_pair", "class_rows", "lock", "pair", "site", "spec", "ubatch")
+
+    def __init__(
+        self, site: str, class_rows: int, ubatch: int, spec: PlanSpec, num_bytes: int, make_pair: Callable[[Any], Pair]
+    ) -> None:
+        super().__init__((site, class_rows, f"ub{ubatch}"), num_bytes)
+        self.site = site
+        self.class_rows = class_rows
+        self.ubatch = ubatch
+        self.spec = spec
+        self.lock = threading.RLock()
+        self.pair: Pair | None = None
+        self._make_pair = make_pair
+
+    def build(self, buffer: Any) -> Pair:
+        return self._make_pair(buffer)
+
+    def attach(self, buffer: Any, content: Any) -> None:
+        super().attach(buffer, content)
+        self.pair = content
+
+    def detach(self) -> Any:
+        pair, self.pair = self.pair, None
+        if pair is not None:
+            for tables in pair:
+                tables.set_mark(None)
+        return super().detach()
+
+
+class Arena(Item):
+    """Owns: the scratch of one (lane, ubatch), sized for the lane's largest call. Its loss touches no mark."""
+
+    __slots__ = ()
+
+    def __init__(self, lane: str, ubatch: int, num_bytes: int) -> None:
+        super().__init__(("scratch", lane, f"ub{ubatch}"), num_bytes)
+
+
+class StepPlan:
+    """One step's decision for one site: class, route, reason. Holds no buffers, no Step and no owner.
+
+    route: "planned", "fallback" or "dummy"; reason: why not planned, else "". rows: the step's. class_rows: the class
+    that serves them, None off the planned route. captured: made while a stream recorded (its tables are in-graph).
+    """
+
+    __slots__ = ("captured", "class_rows", "item", "mark", "parts", "reason", "route", "rows", "site", "slot", "ubatch")
+
+    def __init__(
+        self,
+        slot: Any,
+        route: str,
+        reason: str,
+        rows: int,
+        mark: Mark | None,
+        item: Plan | None,
+        captured: bool,
+        parts: tuple[StepPlan, ...] = (),
+    ) -> None:
+        self.slot = slot
+        self.site: str = slot.site
+        self.ubatch: int = slot.ubatch
+        self.route = route
+        self.reason = reason
+        self.rows = rows
+        self.mark = mark
+        self.item = item
+        self.parts = parts  #: rows beyond the ladder: one StepPlan of the top class per chunk
+        self.class_rows: int | None = parts[0].class_rows if parts else item.class_rows if item is not None else None
+        self.captured = captured
+
+    @property
+    def context_lens(self) -> Any:
+        """int32[rows]: the step's length tensor, None for a dummy."""
+        return self.mark.lens if self.mark is not None else None
+
+    @property
+    def tables(self) -> Tables | None:
+        """The table sets this plan reads, None off the planned route and after an eviction."""
+        pair = self.item.pair if self.item is not None else None
+        if pair is None:
+            return None
+        return pair.in_graph if self.captured else pair.eager
+
+    @property
+    def native(self) -> Any:
+        """The backend's plan; None off the planned route, after an eviction, and where there are several segments."""
+        natives = self.segments
+        return natives[0] if natives is not None and len(natives) == 1 else None
+
+    @property
+    def segments(self) -> list[Any] | None:
+        """The backend's plans, one per segment; None off the planned route and after an eviction."""
+        if self.parts:
+            chunks = [part.segments for part in self.parts]
+            return None if None in chunks else [native for chunk in chunks for native in chunk or ()]
+        tables = self.tables
+        return None if tables is None else [segment.native for segment in tables.segments]
+
+    def __repr__(self) -> str:
+        why = f", reason={self.reason!r}" if self.reason else ""
+        return (
+            f"StepPlan({self.route}, site={self.site!r}, ubatch={self.ubatch}, rows={self.rows}, "
+            f"class_rows={self.class_rows}, captured={self.captured}{why})"
+        )
+
+
+class OffPlan:
+    """What plan_for answers with enabled=False: the fallback route, and nothing that would cost anything."""
+
+    __slots__ = ("context_lens", "slot")
+
+    route = "fallback"
+    reason = "planlife is off (enabled=False)"
+    class_rows = None
+    native = None
+    segments = None
+    item = None
+    mark = None
+    captured = False
+    parts = ()
+
+    def __init__(self, slot: Any, context_lens: Any) -> None:
+        self.slot = slot
+        self.context_lens = context_lens
+
+    @property
+    def rows(self) -> int:
+        return int(self.context_lens.shape[0])
+
+    @property
+    def site(self) -> str:
+        return str(self.slot.site)
+
+    @property
+    def ubatch(self) -> int:
+        return int(self.slot.ubatch)

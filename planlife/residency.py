@@ -1,0 +1,170 @@
+"""Bringing plans and arenas into memory, and out of it: mint, rematerialise, evict, pin, all or nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .backends.base import Backend
+from .device import Device
+from .errors import BudgetError
+from .events import Announcer
+from .item import Item, State
+from .ledger import Ledger
+from .plan import Arena, Plan
+from .report import Counters
+from .sizing import Sizing
+from .store import Store, Tombstone
+
+
+class NoRoomError(BudgetError):
+    """Buffers do not fit; `code` is the short reason that a fallback route shows."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Residency:
+    """Owns: every buffer of every plan and arena, and the code compiled for their classes.
+
+    The caller holds the manager's lock around every method.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        backend: Backend,
+        sizing: Sizing,
+        budget_bytes: int,
+        counters: Counters,
+        announcer: Announcer,
+    ) -> None:
+        self._device = device
+        self._backend = backend
+        self._sizing = sizing
+        self._counters = counters
+        self._announcer = announcer
+        self._compiled: set[tuple[str, int]] = set()
+        self.ledger = Ledger(budget_bytes)
+        self.store = Store(self.ledger, device.free)
+        self.num_pinning_graphs = 0
+        self.num_calls = 0  #: planning calls so far: the clock of tombstones
+
+    def materialise(self, plan: Plan, arena: Arena, for_whom: str, *, in_phase: bool) -> None:
+        """Allocate what is missing of a call's pair and arena, evicting what is oldest; mint the plan if it is new.
+
+        Victims are chosen first, evicted second, the new buffers allocated third, so that the budget holds meanwhile.
+        A failure at any point leaves every item as it was; evicted ones come back without their content.
+        Raises NoRoomError.
+        """
+        items: list[Item] = [item for item in (plan, arena) if not item.is_resident]
+        names = " and ".join(map(str, items))
+        need_bytes = sum(item.num_bytes for item in items)
+        victims = self.store.choose_victims(need_bytes, keep=(plan, arena))
+        if victims is None:
+            raise NoRoomError(
+                "no room in the budget",
+                f"no room for {names}: it needs {need_bytes:,} bytes of a {self.ledger.budget_bytes:,} byte budget, of "
+                f"which {self.store.pinned_bytes:,} bytes are pinned by {self.num_pinning_graphs} graphs. Release a "
+                "graph or raise budget_bytes.",
+            )
+        is_new = plan.state is State.ABSENT
+        tombstone = self.tombstone(f"evicted to make room for {plan} ({for_whom})")
+        for victim in victims:
+            self.store.evict(victim, tombstone)
+        buffers: list[Any] = []
+        try:
+            for item in items:
+                buffers.append(self._device.allocate(item.num_bytes))
+            contents = [item.build(buffer) for item, buffer in zip(items, buffers, strict=True)]
+            if is_new:
+                self._compile(plan, in_phase=in_phase)
+        except BaseException as error:
+            for buffer in buffers:
+                self._device.free(buffer)
+            self._bring_back(victims)
+            if isinstance(error, MemoryError):
+                raise NoRoomError(
+                    "out of memory",
+                    f"the allocator has no {need_bytes:,} bytes for {names}: {error}. Take worst_case_bytes() off the "
+                    "KV pool, or lower budget_bytes.",
+                ) from error
+            raise
+        for item, buffer, content in zip(items, buffers, contents, strict=True):
+            came_back = item.state is State.EVICTED
+            self.store.place(item, buffer, content)
+            if came_back:
+                self._counters.rematerialised += 1
+                self._announcer.note("rematerialise", item, for_whom, num_bytes=item.num_bytes)
+        for victim in victims:
+            self._count_eviction(victim, tombstone.reason)
+        if is_new:
+            self._count_mint(plan)
+
+    def mint_what_fits(self, plan: Plan, arena: Arena) -> None:
+        """Compile, and allocate only if nothing has to go for it."""
+        need_bytes = sum(item.num_bytes for item in (plan, arena) if not item.is_resident)
+        if need_bytes <= self.ledger.room_bytes:
+            self.materialise(plan, arena, "warm", in_phase=True)
+        elif plan.state is State.ABSENT:
+            self._compile(plan, in_phase=True)
+            plan.move(State.EVICTED)
+            self.store.tombstones[plan.key] = self.tombstone("compiled by warm(), which found no room for its buffers")
+            self._count_mint(plan)
+
+    def evict_down_to(self, target_bytes: int, reason: str) -> int:
+        """Evict the oldest unpinned items until at most `target_bytes` are resident; returns the bytes freed."""
+        freed_bytes = 0
+        tombstone = self.tombstone(reason)
+        for item in list(self.store):
+            if self.ledger.resident_bytes <= target_bytes:
+                break
+            if item.state is State.RESIDENT:
+                self.store.evict(item, tombstone)
+                self._count_eviction(item, reason)
+                freed_bytes += item.num_bytes
+        return freed_bytes
+
+    def tombstone(self, reason: str) -> Tombstone:
+        return Tombstone(reason, self.num_calls)
+
+    def tombstone_of(self, item: Item) -> str:
+        """What became of an item that is not resident, "" if there is nothing to tell."""
+        return str(self.store.tombstones.get(item.key, ""))
+
+    def _bring_back(self, victims: list[Item]) -> None:
+        """Undo evictions after a failed allocation. Their content is gone, so their next use refreshes."""
+        back = []
+        for victim in victims:
+            try:
+                buffer = self._device.allocate(victim.num_bytes)
+                content = victim.build(buffer)
+            except Exception as error:
+                self.store.tombstones[victim.key] = self.tombstone(f"could not be brought back: {error}")
+                self._count_eviction(victim, "out of memory")
+            else:
+                self.store.place(victim, buffer, content)
+                back.append(victim)
+        self.store.place_oldest(back)
+
+    def _compile(self, plan: Plan, *, in_phase: bool) -> None:
+        """Once per class of a site, for all ubatches: code is shared, buffers are not."""
+        key = (plan.site, plan.class_rows)
+        if key in self._compiled:
+            return
+        num_compiles = sum(
+            self._backend.compile(plan.spec, rows, self._device)
+            for rows in sorted(set(self._sizing.segment_rows(plan.class_rows)))
+        )
+        self._compiled.add(key)
+        self._counters.compiles += num_compiles
+        if not in_phase:
+            self._counters.compiles_after_seal += num_compiles
+
+    def _count_mint(self, plan: Plan) -> None:
+        self._counters.mints += 1
+        self._announcer.note("mint", plan, num_bytes=plan.num_bytes)
+
+    def _count_eviction(self, item: Item, reason: str) -> None:
+        self._counters.evictions += 1
+        self._announcer.note("evict", item, reason, num_bytes=item.num_bytes)

@@ -1,0 +1,82 @@
+"""How many bytes each buffer takes, before any exists: arithmetic over the configuration, in allocator blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .backends.base import Backend
+from .device import block_bytes
+from .ladder import CapacityLadder
+from .spec import PlanSpec
+
+#: Sub-buffers of one allocation start at multiples of this, so that every view is as aligned as an allocation.
+ALIGN_BYTES = 256
+
+
+def align(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+class Sizing:
+    """Byte formulas of one configuration; the same for planning memory, for allocating it and for estimates."""
+
+    def __init__(
+        self,
+        sites: Mapping[str, PlanSpec],
+        ladders: Mapping[str, CapacityLadder],
+        backend: Backend,
+        ubatches: int,
+        num_compute_units: int,
+    ) -> None:
+        self._sites = sites
+        self._ladders = ladders
+        self._backend = backend
+        self._ubatches = ubatches
+        self._num_compute_units = num_compute_units
+
+    def segment_rows(self, class_rows: int) -> list[int]:
+        """Rows of each table set of a class: one set, or full ones and a rest where the backend has a limit (R23)."""
+        limit = self._backend.max_plan_rows
+        if limit is None or class_rows <= limit:
+            return [class_rows]
+        full, rest = divmod(class_rows, limit)
+        return [limit] * full + ([rest] if rest else [])
+
+    def tables_bytes(self, site: str, segment_rows: int) -> int:
+        """One table set, as a sub-buffer."""
+        return align(self._backend.table_bytes(self._sites[site], segment_rows, self._num_compute_units))
+
+    def plan_bytes(self, site: str, class_rows: int) -> int:
+        """The pair of table sets (eager and in-graph), all segments, one block."""
+        return block_bytes(2 * sum(self.tables_bytes(site, rows) for rows in self.segment_rows(class_rows)))
+
+    def arena_bytes(self, lane: str) -> int:
+        """The lane's scratch: calls of a lane are serial, so the largest call decides (R21)."""
+        return block_bytes(
+            max(
+                self._backend.scratch_bytes(spec, rows, self._num_compute_units)
+                for site, spec in self._sites.items()
+                if spec.lane == lane
+                for class_rows in self._ladders[site].classes
+                for rows in self.segment_rows(class_rows)
+            )
+        )
+
+    def lanes(self) -> list[str]:
+        return list(dict.fromkeys(spec.lane for spec in self._sites.values()))
+
+    def worst_case_bytes(self) -> int:
+        """Everything resident at once: what a full warm-up takes (R19)."""
+        plans = sum(
+            self.plan_bytes(site, class_rows) for site in self._sites for class_rows in self._ladders[site].classes
+        )
+        arenas = sum(self.arena_bytes(lane) for lane in self.lanes())
+        return self._ubatches * (plans + arenas)
+
+    def min_budget_bytes(self) -> int:
+        """The largest need of one call: its pair and its arena."""
+        return max(
+            self.plan_bytes(site, class_rows) + self.arena_bytes(spec.lane)
+            for site, spec in self._sites.items()
+            for class_rows in self._ladders[site].classes
+        )
