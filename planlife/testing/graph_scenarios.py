@@ -118,7 +118,7 @@ def a_write_through_a_view_reaches_its_base(new_graph: NewGraph, record: Record,
         x.reshape(3, 2)[2, 0].mul_(10)  # reshape of a contiguous tensor aliases ...
         x.t().reshape(6).fill_(-1)  # ... and of a transposed one copies
         y = x.contiguous().flatten().unsqueeze(0).expand(2, 6)
-        x[0, 0] = 8
+        x[0, 0].fill_(8)
         y_copy = y.contiguous()
         return y, y_copy
 
@@ -336,7 +336,7 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
     "repr": lambda x: repr(x),
     "contains": lambda x: 1.0 in x,
     "is_nonzero": lambda x: x[0].is_nonzero(),
-    "equal": lambda x: torch.equal(x, x),
+    "equal": lambda x: torch.equal(x, x + 0),
     "allclose": lambda x: torch.allclose(x, x),
     "slice bound": lambda x: x[: x.argmax()],
     "nonzero": lambda x: x.nonzero(),
