@@ -21,10 +21,7 @@ NUM_CU = 8
 
 
 def poisoned_tables(rows: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return (
-        torch.full((capacity, 4), POISON, dtype=torch.int32),
-        torch.full((rows, 2), POISON, dtype=torch.int32),
-    )
+    return (torch.full((capacity, 4), POISON, dtype=torch.int32), torch.full((rows, 2), POISON, dtype=torch.int32))
 
 
 def vector_plan(case, work_info, reduce_info, lens):
@@ -161,7 +158,13 @@ def test_a_recorded_refresh_plans_the_lengths_of_its_replay():
 
 @pytest.mark.parametrize(
     ("lens", "found"),
-    [([700, 0, 5], (0, 0)), ([701, 0, 5], (1, 0)), ([700, 1, 5], (1, 0)), ([0, 0, 0], (1, 0)), ([2001, 0, 3000], (1, 2))],
+    [
+        ([700, 0, 5], (0, 0)),
+        ([701, 0, 5], (1, 0)),
+        ([700, 1, 5], (1, 0)),
+        ([0, 0, 0], (1, 0)),
+        ([2001, 0, 3000], (1, 2)),
+    ],
 )
 def test_the_sanitizer_tells_stale_tables_and_counts_clamped_lengths(lens, found):
     backend, plan = make_plan(rows=5)
