@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -138,7 +139,7 @@ def test_the_three_tables_fill_their_bytes_without_overlap():
         spans = sorted(
             (t.data_ptr(), t.data_ptr() + t.numel() * 4) for t in (plan.work_info, plan.reduce_info, plan.staged_lens)
         )
-        assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
         assert all(begin % 16 == 0 for begin, _ in spans)
         assert spans[-1][1] - spans[0][0] == backend.table_bytes(plan.spec, rows, NUM_CU)
 
