@@ -96,7 +96,7 @@ class DenseCheck:
         seen = (position >= begin[..., None]) & (position < end[..., None])  # [rows, query, context]
         seen = seen[:, None].repeat_interleave(num_heads // num_kv_heads, dim=2)
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        out = (weights @ value).view(num_rows, num_kv_heads, query_length, -1, head_dim)
+        out: torch.Tensor = (weights @ value).view(num_rows, num_kv_heads, query_length, -1, head_dim)
         return out.transpose(1, 2).reshape(tokens, num_heads, head_dim)
 
     def _count(self, where: str, size: torch.Tensor, is_off: torch.Tensor) -> None:
