@@ -140,9 +140,7 @@ class CallChecker:
         shape = tuple(query.shape)
         length = spec.query_length
         if len(shape) != 3 or shape[1:] != (spec.num_q_heads, spec.head_dim) or shape[0] % length:
-            raise self._refuse(
-                "query's shape", list(shape), f"[rows * {length}, {spec.num_q_heads}, {spec.head_dim}]"
-            )
+            raise self._refuse("query's shape", list(shape), f"[rows * {length}, {spec.num_q_heads}, {spec.head_dim}]")
         rows = shape[0] // length
         if not plan_rows <= rows <= class_rows:
             raise self._refuse(
@@ -183,9 +181,7 @@ class CallChecker:
                 )
             self._check_last_axis(what, cache)
         if key_cache.shape[0] != value_cache.shape[0]:
-            raise self._refuse(
-                "value_cache's page count", value_cache.shape[0], f"key_cache's, {key_cache.shape[0]}"
-            )
+            raise self._refuse("value_cache's page count", value_cache.shape[0], f"key_cache's, {key_cache.shape[0]}")
 
     def _check_tables(self, plan_rows: int, block_tables: Any) -> None:
         self._check_placed("block_tables", block_tables, "int32")

@@ -29,14 +29,7 @@ _CAPTURE_ERROR_MODES = ("global", "thread_local", "relaxed")
 
 #: Allocation without a kernel: nothing to replay, and what one replay left in the block the next one finds.
 _EMPTY_OPS = frozenset(
-    (
-        aten.empty,
-        aten.empty_like,
-        aten.empty_strided,
-        aten.empty_permuted,
-        aten.new_empty,
-        aten.new_empty_strided,
-    )
+    (aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided)
 )
 
 #: Reads of a tensor's values by the host that the dispatcher does not see on a CPU, or sees too late to name.
@@ -56,7 +49,6 @@ _HOST_READS: dict[Any, str] = {
         "__format__",
         "__index__",
         "__int__",
-        "__reduce_ex__",
         "__repr__",
     )
 }
@@ -94,10 +86,7 @@ def watch_current_capture(callback: Callable[[], object]) -> None:
 
 
 def launch(
-    fn: Callable[..., object],
-    *args: Any,
-    reads: Sequence[torch.Tensor] = (),
-    writes: Sequence[torch.Tensor] = (),
+    fn: Callable[..., object], *args: Any, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()
 ) -> None:
     """Run, or record, a kernel that torch's dispatcher does not see: `fn(*args)`.
 
@@ -173,13 +162,11 @@ class EmulatedGraph:
         global _num_recording
         if capture_error_mode not in _CAPTURE_ERROR_MODES:
             raise RuntimeError(
-                f"capture_error_mode must be one of {', '.join(_CAPTURE_ERROR_MODES)}, "
-                f"got {capture_error_mode!r}."
+                f"capture_error_mode must be one of {', '.join(_CAPTURE_ERROR_MODES)}, got {capture_error_mode!r}."
             )
         if _thread.recorder is not None:
             raise RuntimeError(
-                f"this thread already records capture {_thread.capture_id}: captures do not nest. "
-                "End that one first."
+                f"this thread already records capture {_thread.capture_id}: captures do not nest. End that one first."
             )
         if self._capture_id:
             raise RuntimeError(
@@ -226,9 +213,7 @@ class EmulatedGraph:
         Raises RuntimeError while the graph is being recorded.
         """
         if self._recorder is not None:
-            raise RuntimeError(
-                f"reset of a graph that is recording capture {self._capture_id}. End the capture first."
-            )
+            raise RuntimeError(f"reset of a graph that is recording capture {self._capture_id}. End the capture first.")
         self._clear()
 
     def _abandon(self) -> None:
@@ -280,16 +265,12 @@ class _OutsideStorage:
 
     def require(self) -> torch.UntypedStorage:
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
-        if (
-            storage is not None
-            and storage.data_ptr() == self._address
-            and storage.nbytes() >= self._num_bytes
-        ):
+        if storage is not None and storage.data_ptr() == self._address and storage.nbytes() >= self._num_bytes:
             return storage
         what = "was freed" if storage is None else "was resized or moved"
         raise RuntimeError(
-            f"replay of {self._first_op} needs the storage of {self._num_bytes} bytes at {self._address:#x} that "
-            f"it was captured with, and that storage {what}. Keep its tensor as long as the graph."
+            f"replay of {self._first_op} needs the storage of {self._num_bytes} bytes at {self._address:#x} "
+            f"that it was captured with, and that storage {what}. Keep its tensor as long as the graph."
         )
 
 
@@ -377,7 +358,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.program = _Program()
         self.callbacks: list[Callable[[], object]] = []
         self.refusal: str | None = None
-        self._host_reads = _HostReadGuard(self)
+        self._host_reads = _HostReadGuard()
 
     def start(self) -> None:
         self._host_reads.__enter__()  # type: ignore[no-untyped-call]
@@ -391,9 +372,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.refusal = f"{what} {why}, which is not possible while recording. Do it before the capture."
         raise RuntimeError(self.refusal)
 
-    def record_launch(
-        self, fn: Callable[..., object], args: tuple[Any, ...], others: tuple[torch.Tensor, ...]
-    ) -> None:
+    def record_launch(self, fn: Callable[..., object], args: tuple[Any, ...], others: tuple[torch.Tensor, ...]) -> None:
         name = getattr(fn, "__qualname__", type(fn).__qualname__)
         self._check_valid()
         with torch._C.DisableTorchFunction():
@@ -451,18 +430,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         launches = func._schema.is_mutable or shadow_result is None or born
         if launches and func.overloadpacket not in _EMPTY_OPS:
             results = tuple((position, self._ref(tensor, name)) for position, tensor in born)
-            self.program.ops.append(
-                _Op(name, func, self._refs(args, name), self._refs(kwargs, name), results)
-            )
+            self.program.ops.append(_Op(name, func, self._refs(args, name), self._refs(kwargs, name), results))
         return result
 
     def _freeze(self, constant: torch.Tensor, name: str) -> torch.Tensor:
         """A tensor made from Python values, torch.tensor([1, 2]): every replay writes the values of now."""
         if not self.program.knows(constant):
             self.program.own(constant.untyped_storage())
-            self.program.ops.append(
-                _Op(name, aten.copy_.default, (self._ref(constant, name), constant.clone()), {})
-            )
+            self.program.ops.append(_Op(name, aten.copy_.default, (self._ref(constant, name), constant.clone()), {}))
         return constant
 
     def _refs(self, values: Any, name: str) -> Any:
@@ -475,15 +450,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _HostReadGuard(TorchFunctionMode):
     """Refuses the host reads that never reach the dispatcher."""
 
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _HOST_READS:
-            self._recorder.refuse(_HOST_READS[func], "reads a tensor on the host")
+            _require_recorder("a host read").refuse(_HOST_READS[func], "reads a tensor on the host")
         return func(*args, **(kwargs or {}))
 
 
@@ -515,9 +486,7 @@ class _Shadow:
             shadow_storage = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
             self._shadow_storages[storage._cdata] = shadow_storage
             self._real_storages[shadow_storage._cdata] = storage
-        shadow = _view(
-            shadow_storage, value.dtype, value.storage_offset(), value.size(), value.stride(), device="meta"
-        )
+        shadow = _view(shadow_storage, value.dtype, value.storage_offset(), value.size(), value.stride(), device="meta")
         self._tensors[id(shadow)] = (shadow, value)
         return shadow
 
@@ -547,9 +516,7 @@ class _Shadow:
             self._program.own(storage)
             self._real_storages[key] = storage
             self._born.add(key)
-        tensor = _view(
-            self._real_storages[key], shadow.dtype, shadow.storage_offset(), shadow.size(), shadow.stride()
-        )
+        tensor = _view(self._real_storages[key], shadow.dtype, shadow.storage_offset(), shadow.size(), shadow.stride())
         return tensor, key in self._born
 
 

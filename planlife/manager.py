@@ -161,12 +161,7 @@ class PlanManager:
         self._events = self._announcer.waiting
         self._counters = Counters()
         self._residency = Residency(
-            self._device,
-            self._backend,
-            self._sizing,
-            self._check_budget(budget_bytes),
-            self._counters,
-            self._announcer,
+            self._device, self._backend, self._sizing, self._check_budget(budget_bytes), self._counters, self._announcer
         )
         self._slots = self._make_slots(specs, ladders)
 
@@ -225,15 +220,7 @@ class PlanManager:
                     for class_rows in ladders[site].classes
                 }
                 slots[(site, ubatch)] = _Slot(
-                    token,
-                    site,
-                    ubatch,
-                    spec,
-                    ladders[site],
-                    checker,
-                    plans,
-                    arenas[(spec.lane, ubatch)],
-                    refusal,
+                    token, site, ubatch, spec, ladders[site], checker, plans, arenas[(spec.lane, ubatch)], refusal
                 )
         self._token = token
         return slots
@@ -286,6 +273,7 @@ class PlanManager:
             raise MintError("capture_phase() was opened while this stream records; open it around the recording.")
         with self._lock:
             self._num_phases += 1
+            self._forget_fallbacks()
         try:
             yield self
         finally:
@@ -314,6 +302,8 @@ class PlanManager:
             )
         if not self._enabled:
             return
+        if not (rows is None or isinstance(rows, (int, Iterable))):
+            raise ConfigError(f"warm() takes row counts, got {rows!r}.")
         wanted = None if rows is None else [rows] if isinstance(rows, int) else list(rows)
         todo: list[tuple[_Slot, Plan]] = []
         for slot in self._slots.values():
@@ -454,7 +444,7 @@ class PlanManager:
                     raise self._refuse(
                         RouteError(
                             f"a dummy step of site {slot.site!r} was planned while recording: a graph would freeze its "
-                            "zeros. Capture with real rows (length 0 is fine), and replay the graph with the dummy step."
+                            "zeros. Capture with real rows (length 0 is fine) and replay with the dummy step."
                         )
                     )
                 return StepPlan(slot, "dummy", "dummy step" if step.dummy else "no rows", rows, None, None, False)
@@ -476,6 +466,11 @@ class PlanManager:
         finally:
             self._announcer.deliver()
 
+    def _forget_fallbacks(self) -> None:
+        """Something changed that may let a step that fell back be planned."""
+        for slot in self._slots.values():
+            slot.last_fallback = None
+
     def _inspect(self, step: Step) -> tuple[_Slot, tuple[int, int, int | None]]:
         """The slot of a step and (rows, address, version) of its lengths; a ConfigError for what can never be right."""
         slot = self._slot_of(step)
@@ -495,8 +490,8 @@ class PlanManager:
         if step.site not in sites:
             raise ConfigError(f"no site {step.site!r}; this manager was given {', '.join(map(repr, sites))}.")
         raise ConfigError(
-            f"ubatch must be an int in [0, {self._ubatches - 1}], got {step.ubatch!r}: this manager was configured with "
-            f"ubatches={self._ubatches}."
+            f"ubatch must be an int in [0, {self._ubatches - 1}], got {step.ubatch!r}: this manager was configured "
+            f"with ubatches={self._ubatches}."
         )
 
     def _why_not_planned(self, slot: _Slot, context_lens: Any, rows: int) -> _Why | None:
@@ -550,7 +545,7 @@ class PlanManager:
         )
 
     def _plan_in_parts(self, slot: _Slot, step: Step, mark: Mark) -> StepPlan:
-        """More rows than the ladder and nothing else to take them: chunks of the top class, refreshed as they decode."""
+        """More rows than the ladder and nobody else to take them: chunks of the top class, refreshed as they decode."""
         plan = slot.plans[slot.ladder.max_rows]
         with plan.lock, self._lock:
             why = self._make_resident(slot, plan, mark)
@@ -570,19 +565,16 @@ class PlanManager:
         if mark.capture_id and self._fallback is None:
             raise self._refuse(
                 MintError(
-                    f"site {slot.site!r} was planned for {mark.rows} rows while this stream records, and no plan can be "
-                    f"had there: {why.text}. Warm the class in capture_phase() before recording, or configure fallback=."
+                    f"site {slot.site!r} was planned for {mark.rows} rows while this stream records, and no plan can "
+                    f"be had there: {why.text}. Warm the class in capture_phase() before recording, or configure "
+                    "fallback=."
                 )
             )
         with self._lock:
             self._counters.fallbacks += 1
         step_plan = StepPlan(slot, "fallback", why.text, mark.rows, mark, None, bool(mark.capture_id))
         self._announcer.note(
-            "fallback",
-            f"{slot.site}/ub{slot.ubatch}",
-            why.text,
-            rows=mark.rows,
-            recorded=bool(mark.capture_id),
+            "fallback", f"{slot.site}/ub{slot.ubatch}", why.text, rows=mark.rows, recorded=bool(mark.capture_id)
         )
         self._log_route(slot, step_plan, why.code)
         slot.last_fallback = step_plan
@@ -683,15 +675,15 @@ class PlanManager:
             if read is not None and read.mark is not mark:
                 raise self._refuse(
                     RouteError(
-                        f"capture {capture_id} reads {item} for a second step: both refreshes would precede the replay, so "
-                        "the first step would decode the second one's work. Call plan_for inside the recording."
+                        f"capture {capture_id} reads {item} for a second step: both refreshes would precede the "
+                        "replay, so the first step would decode the second one's work. Call plan_for in the recording."
                     )
                 )
             if tables.mark is not mark:
                 raise self._stale(
                     f"{item} holds other lengths than those this plan was made for "
-                    f"({describe_owner(mark.held_owner())}, revision {mark.revision}), and a refresh of eager tables must "
-                    "not be recorded. Call plan_for right before the recording."
+                    f"({describe_owner(mark.held_owner())}, revision {mark.revision}), and a refresh of eager tables "
+                    "must not be recorded. Call plan_for right before the recording."
                 )
         self._note_read(capture_id, plan, refreshed=False)
         return tables, scratch
@@ -830,8 +822,8 @@ class PlanManager:
         else:
             what = f"{missing} is not resident: {self._residency.tombstone_of(missing)}"
         return (
-            f"{what}, and this stream is recording, where nothing may be allocated or compiled. Call warm() or plan_for "
-            f"for this class before the recording."
+            f"{what}, and this stream is recording, where nothing may be allocated or compiled. Call warm() or "
+            "plan_for for this class before the recording."
         )
 
     # ------------------------------------------------------------------ graphs
@@ -841,15 +833,14 @@ class PlanManager:
         """Record the body into a graph and pin what it touches; yields the graph.
 
         g: None makes one; a graph recorded before is reset first, then its pins go. options: as torch.cuda.graph takes.
-        On an exception the graph is reset before its pins go. On a CPU the graph is a planlife EmulatedGraph.
+        A body that raises leaves the graph empty and its pins gone. On a CPU the graph is a planlife EmulatedGraph.
         """
         self._enter("graph")
         if g is None:
             g = self._device.new_graph()
-        elif g in self._records_by_graph:
+        elif self._record_of(g) is not None:
             self._device.reset(g)
             self.release(g)
-        record = None
         try:
             with self._device.record(g, **options):
                 with self._lock:
@@ -857,14 +848,8 @@ class PlanManager:
                     record.bind(g)
                 yield g
             self._records_by_graph[g] = record
-        except BaseException:
-            self._device.reset(g)
-            if record is not None:
-                self._release(record, "its capture failed")
-            raise
         finally:
-            self._drain()
-            self._announcer.deliver()
+            self._drain()  # a capture that failed is gone by now, and takes its pins along
 
     def adopt(self, g: Graph) -> None:
         """Bind the pins of this thread's last capture, which an engine opened itself, to its graph object.
@@ -876,10 +861,10 @@ class PlanManager:
         record: GraphRecord | None = getattr(self._this_thread, "last_record", None)
         if record is None or record.released or record.graph is not None or self._capture_id():
             raise RouteError(
-                "adopt() found no finished capture of this thread that touched a plan and has no graph yet. Call it once, "
-                "on the thread that captured, right after the capture has ended."
+                "adopt() found no finished capture of this thread that touched a plan and has no graph yet. Call it "
+                "once, on the thread that captured, right after the capture has ended."
             )
-        previous = self._records_by_graph.get(g)
+        previous = self._record_of(g)
         if previous is not None:
             self._release(previous, "captured again")
         record.bind(g)
@@ -895,12 +880,12 @@ class PlanManager:
         """
         self._enter("guard")
         try:
-            record = self._records_by_graph.get(g)
+            record = self._record_of(g)
             if record is None or record.released:
                 raise self._refuse(
                     RouteError(
-                        "this graph holds no pins here: it was released, reset, or captured without manager.graph() and "
-                        "not adopted. Capture it through manager.graph(), or call adopt(g) after your own capture."
+                        "this graph holds no pins here: it was released, reset, or captured without manager.graph() "
+                        "and not adopted. Capture it through manager.graph(), or call adopt(g) after your own capture."
                     )
                 )
             self._guard(record, [_Given(step, *self._inspect(step)) for step in steps])
@@ -921,13 +906,11 @@ class PlanManager:
             spare = [one for one in given if id(one) not in used]
             if not spare:
                 raise self._stale(
-                    f"{record} reads {read} ({read.rows} rows, lengths at {read.mark.address:#x}) and was given no step "
-                    "for it. Pass a step for every plan the graph reads."
+                    f"{record} reads {read} ({read.rows} rows, lengths at {read.mark.address:#x}) and was given no "
+                    "step for it. Pass a step for every plan the graph reads."
                 )
-            depth, field, found, wanted = max(
-                (one.difference(read) or (0, "", "", "") for one in spare),
-                key=lambda difference: difference[0],
-            )
+            differences = [one.difference(read) or (0, "", "", "") for one in spare]
+            _, field, found, wanted = max(differences, key=lambda difference: difference[0])
             raise self._stale_field(record, read, field, found, wanted)
         for read, one in matches:
             if not one.is_dummy:
@@ -1004,16 +987,24 @@ class PlanManager:
     def release(self, g: Graph) -> None:
         """Promise that g is not replayed again: its pins go. Also automatic when g is reset or collected."""
         self._drain()
-        record = self._records_by_graph.pop(g, None)
+        record = self._record_of(g)
         if record is not None:
             self._release(record, "released")
         self._announcer.deliver()
+
+    def _record_of(self, g: Graph) -> GraphRecord | None:
+        try:
+            return self._records_by_graph.get(g)
+        except TypeError:
+            raise ConfigError(f"a graph object is needed, got {g!r}.") from None
 
     def _record_for(self, capture_id: int) -> GraphRecord:
         """The record of the capture this thread is in; the first call attaches its end to the graph."""
         record = self._records.get(capture_id)
         if record is None:
             record = GraphRecord(capture_id)
+            if self._flags is not None:
+                record.holds.append(self._flags)
             self._device.watch_capture(self._released, record.holds)
             self._records[capture_id] = record
         self._this_thread.last_record = record
@@ -1064,6 +1055,7 @@ class PlanManager:
             if record.released:
                 return
             record.released = True
+            self._forget_fallbacks()
             self._residency.num_pinning_graphs -= bool(record.pinned)
             for item in record.pinned:
                 self._residency.store.unpin(item)
@@ -1124,14 +1116,15 @@ class PlanManager:
         check_int("target_bytes", target_bytes, at_least=0)
         with self._lock:
             freed_bytes = self._residency.evict_down_to(target_bytes, f"trimmed to {target_bytes:,} bytes")
+            self._forget_fallbacks()
         self._announcer.deliver()
         return freed_bytes
 
     def invalidate(self) -> None:
         """Drop all marks and keep all addresses: after sleep/wake, a weight reload, or a move of the KV cache."""
         self._enter("invalidate")
+        self._forget_fallbacks()
         for slot in self._slots.values():
-            slot.last_fallback = None
             for plan in slot.plans.values():
                 with plan.lock:
                     for tables in plan.pair or ():

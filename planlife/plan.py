@@ -139,13 +139,7 @@ class Plan(Item):
     __slots__ = ("_make_pair", "class_rows", "lock", "pair", "site", "spec", "ubatch")
 
     def __init__(
-        self,
-        site: str,
-        class_rows: int,
-        ubatch: int,
-        spec: PlanSpec,
-        num_bytes: int,
-        make_pair: Callable[[Any], Pair],
+        self, site: str, class_rows: int, ubatch: int, spec: PlanSpec, num_bytes: int, make_pair: Callable[[Any], Pair]
     ) -> None:
         super().__init__((site, class_rows, f"ub{ubatch}"), num_bytes)
         self.site = site
@@ -187,19 +181,7 @@ class StepPlan:
     that serves them, None off the planned route. captured: made while a stream recorded (its tables are in-graph).
     """
 
-    __slots__ = (
-        "captured",
-        "class_rows",
-        "item",
-        "mark",
-        "parts",
-        "reason",
-        "route",
-        "rows",
-        "site",
-        "slot",
-        "ubatch",
-    )
+    __slots__ = ("captured", "class_rows", "item", "mark", "parts", "reason", "route", "rows", "site", "slot", "ubatch")
 
     def __init__(
         self,

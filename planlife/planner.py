@@ -23,12 +23,7 @@ def planned_window(sliding_window: int) -> int:
 
 
 def plan_capacity(
-    plan_rows: int,
-    *,
-    num_kv_heads: int,
-    num_cu: int,
-    max_partitions: int | None,
-    workgroup_budget: int | None,
+    plan_rows: int, *, num_kv_heads: int, num_cu: int, max_partitions: int | None, workgroup_budget: int | None
 ) -> int:
     """Task slots of a table set: min(rows * M, max(rows, ceil(budget / kv_heads)))."""
     partitions = num_cu if max_partitions is None else max_partitions

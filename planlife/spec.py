@@ -8,13 +8,7 @@ from typing import Any
 from .errors import ConfigError
 
 #: Bytes per element of the dtypes that queries and KV caches may have.
-DTYPE_BYTES = {
-    "bfloat16": 2,
-    "float16": 2,
-    "float32": 4,
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
-}
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e4m3fnuz": 1}
 QUERY_DTYPES = ("bfloat16", "float16", "float32")
 FP8_DTYPES = ("float8_e4m3fn", "float8_e4m3fnuz")
 KV_LAYOUTS = ("nhd", "hnd", "packed")

@@ -10,13 +10,7 @@ from typing import Any, cast
 import torch
 
 from .device import Device, ReleaseQueue
-from .emulated_graph import (
-    EmulatedGraph,
-    current_capture_id,
-    record,
-    unrecorded,
-    watch_current_capture,
-)
+from .emulated_graph import EmulatedGraph, current_capture_id, record, unrecorded, watch_current_capture
 from .errors import BackendUnavailableError, ConfigError, MintError
 from .spec import check_int
 
@@ -88,10 +82,14 @@ class CpuDevice:
         """Id of the capture that this thread records, 0 when it records none."""
         return current_capture_id()
 
-    def watch_capture(self, queue: ReleaseQueue) -> int:
-        """Append the current capture's id to `queue` once its graph is reset, collected or failed."""
+    def release_queue(self) -> ReleaseQueue:
+        """An empty queue."""
+        return ReleaseQueue()
+
+    def watch_capture(self, queue: ReleaseQueue, keep: object) -> int:
+        """Append the current capture's id to `queue` once its graph is gone or failed; hold `keep` until then."""
         capture_id = current_capture_id()
-        watch_current_capture(partial(queue.append, capture_id))
+        watch_current_capture(partial(_append, queue, capture_id, keep))
         return capture_id
 
     def new_graph(self) -> EmulatedGraph:
@@ -123,6 +121,11 @@ class CpuDevice:
         return words
 
 
+def _append(queue: ReleaseQueue, capture_id: int, keep: object) -> None:
+    """May run in a garbage collection: nothing but the append. `keep` is held by the partial, and dropped with it."""
+    queue.append(capture_id)
+
+
 def _lens_message(lens: torch.Tensor) -> str:
     checks = (
         (lens.dtype is torch.int32, f"dtype {lens.dtype}, wanted torch.int32"),
@@ -145,8 +148,7 @@ def resolve_device(device: object = None) -> Device:
     """
     if device is None and torch.cuda.is_available():
         raise BackendUnavailableError(
-            "device=None means this machine's CUDA device, and this release serves CPU only. "
-            'Pass device="cpu".'
+            'device=None means this machine\'s CUDA device, and this release serves CPU only. Pass device="cpu".'
         )
     if device is None:
         return CpuDevice()
@@ -158,9 +160,7 @@ def resolve_device(device: object = None) -> Device:
             raise BackendUnavailableError(
                 f'device {str(device)!r} is not served: this release serves CPU only. Pass device="cpu".'
             )
-        raise ConfigError(
-            f'device must be "cpu" or an object with the methods of Device, got {str(device)!r}.'
-        )
+        raise ConfigError(f'device must be "cpu" or an object with the methods of Device, got {str(device)!r}.')
     missing = [name for name in _DEVICE_MEMBERS if not hasattr(device, name)]
     if missing:
         raise ConfigError(

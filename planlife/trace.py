@@ -129,11 +129,7 @@ def _parser_for(line: str) -> _Parser:
         if len(fields) != 3:
             _refuse("row", line, f"{len(header)} fields: {','.join(header)}")
         arrival, input_tokens, output_tokens = fields
-        return (
-            arrival_of(header[0], arrival),
-            _tokens(header[1], input_tokens),
-            _tokens(header[2], output_tokens),
-        )
+        return (arrival_of(header[0], arrival), _tokens(header[1], input_tokens), _tokens(header[2], output_tokens))
 
     return parse_csv
 

@@ -141,9 +141,7 @@ class TorchBackend:
             scratch=scratch,
         )
 
-    def sanitize(
-        self, tables: TorchPlan, context_lens: torch.Tensor, num_rows: int, flags: torch.Tensor
-    ) -> None:
+    def sanitize(self, tables: TorchPlan, context_lens: torch.Tensor, num_rows: int, flags: torch.Tensor) -> None:
         max_tokens = tables.spec.max_context_tokens
         lens = context_lens[:num_rows]
         wanted = torch.zeros_like(tables.staged_lens)

@@ -29,9 +29,7 @@ class _Partials:
     Borrows: the arena.
     """
 
-    def __init__(
-        self, scratch: torch.Tensor, num_kv_heads: int, capacity: int, rows: int, head_dim: int
-    ) -> None:
+    def __init__(self, scratch: torch.Tensor, num_kv_heads: int, capacity: int, rows: int, head_dim: int) -> None:
         words = num_kv_heads * capacity * rows
         arena = scratch[: words * (2 + head_dim) * 4].view(torch.float32)
         shape = (num_kv_heads, capacity, rows)
@@ -54,6 +52,7 @@ class _Partials:
         self.output.index_add_(1, slots, output)
 
 
+@torch.no_grad()  # a query fresh from a trainable layer must not tie the arena to its graph
 def decode_into(
     output: torch.Tensor,
     query: torch.Tensor,
@@ -132,9 +131,7 @@ class _ReadPlan:
         # Slots of no row, or of a row that nobody asked for, hold empty partials: row 0 may take them.
         owners = torch.where(self.owners < rows, self.owners, 0)
         row_max = partials.max_logits.new_full((num_kv_heads, rows, query_rows), -torch.inf)
-        row_max.scatter_reduce_(
-            1, owners[None, :, None].expand_as(partials.max_logits), partials.max_logits, "amax"
-        )
+        row_max.scatter_reduce_(1, owners[None, :, None].expand_as(partials.max_logits), partials.max_logits, "amax")
         weight = _weight(partials.max_logits, row_max[:, owners])
         sums = row_max.new_zeros(num_kv_heads, rows, query_rows)
         sums.index_add_(1, owners, weight * partials.exp_sums)
@@ -211,7 +208,4 @@ def _chunks(num_rows: int, num_tiles: int, spec: PlanSpec) -> Iterator[tuple[ran
     chunk_rows = max(chunk_tiles // num_tiles, 1)
     for row in range(0, num_rows, chunk_rows):
         for tile in range(0, num_tiles, chunk_tiles):
-            yield (
-                range(row, min(row + chunk_rows, num_rows)),
-                range(tile, min(tile + chunk_tiles, num_tiles)),
-            )
+            yield (range(row, min(row + chunk_rows, num_rows)), range(tile, min(tile + chunk_tiles, num_tiles)))
