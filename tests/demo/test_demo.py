@@ -119,9 +119,7 @@ def _serve_the_previous_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlanManager, "plan_for", stale_plan_for)
 
 
-def test_a_stale_plan_shows_as_a_mismatch_where_nothing_guards_the_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_stale_plan_shows_as_a_mismatch_where_nothing_guards_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     _eager_only(monkeypatch)
     control = run_demo(DemoConfig(max_steps=12))
     _serve_the_previous_plan(monkeypatch)
@@ -136,9 +134,7 @@ def test_a_stale_plan_shows_as_a_mismatch_where_nothing_guards_the_step(
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_a_stale_plan_is_refused_where_a_graph_would_replay_it(
-    monkeypatch: pytest.MonkeyPatch, style: str
-) -> None:
+def test_a_stale_plan_is_refused_where_a_graph_would_replay_it(monkeypatch: pytest.MonkeyPatch, style: str) -> None:
     _serve_the_previous_plan(monkeypatch)
 
     with pytest.raises(StalePlanError):
@@ -263,9 +259,7 @@ def test_an_idle_gap_is_served_as_dummies_and_then_skipped(tmp_path: Any) -> Non
     trace.write_text("timestamp_ms,input_tokens,output_tokens\n0,20,2\n900000,20,64\n")
     texts: list[str] = []
 
-    result = run_demo(
-        DemoConfig(max_steps=80, trace_path=trace), progress=lambda done, total, text: texts.append(text)
-    )
+    result = run_demo(DemoConfig(max_steps=80, trace_path=trace), progress=lambda done, total, text: texts.append(text))
 
     kinds = [text.split()[2].rstrip(",") for text in texts if text.startswith("step")]
     gap = kinds.index("dummy")
