@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 
 import pytest
-from tests.unit.fake_world import Captured, FakeWorld, live_lens_fallback, spec
 
 from planlife import CapacityError, CapacityLadder, ConfigError, MintError, RouteError
 from planlife.testing import FakeBackend
+from tests.unit.fake_world import Captured, FakeWorld, live_lens_fallback, spec
 
 
 def test_a_class_never_minted_is_refused_while_recording_before_any_device_work() -> None:
