@@ -162,14 +162,16 @@ class PlanManager:
         self._on_miss = on_miss
         self._sanitize = sanitize
         self._ubatches = ubatches
-        self._sizing = Sizing(specs, ladders, self._backend, ubatches, self._device.num_compute_units)
+        refusals = {site: self._refusal(site, spec) for site, spec in specs.items()}
+        refused = [site for site, refusal in refusals.items() if refusal]
+        self._sizing = Sizing(specs, ladders, self._backend, ubatches, self._device.num_compute_units, refused)
         self._announcer = Announcer()
         self._events = self._announcer.waiting
         self._counters = Counters()
         self._residency = Residency(
             self._device, self._backend, self._sizing, self._check_budget(budget_bytes), self._counters, self._announcer
         )
-        self._slots = self._make_slots(specs, ladders)
+        self._slots = self._make_slots(specs, ladders, refusals)
 
         self._lock = threading.RLock()
         self._num_phases = 0
@@ -201,7 +203,7 @@ class PlanManager:
         return budget_bytes
 
     def _make_slots(
-        self, specs: Mapping[str, PlanSpec], ladders: Mapping[str, CapacityLadder]
+        self, specs: Mapping[str, PlanSpec], ladders: Mapping[str, CapacityLadder], refusals: Mapping[str, str]
     ) -> dict[tuple[object, object], _Slot]:
         token = object()
         arenas = {
@@ -212,7 +214,6 @@ class PlanManager:
         slots: dict[tuple[object, object], _Slot] = {}
         for site, spec in specs.items():
             checker = CallChecker(site, spec, self._device)
-            refusal = self._refusal(site, spec)
             for ubatch in range(self._ubatches):
                 plans = {
                     class_rows: Plan(
@@ -226,7 +227,15 @@ class PlanManager:
                     for class_rows in ladders[site].classes
                 }
                 slots[(site, ubatch)] = _Slot(
-                    token, site, ubatch, spec, ladders[site], checker, plans, arenas[(spec.lane, ubatch)], refusal
+                    token,
+                    site,
+                    ubatch,
+                    spec,
+                    ladders[site],
+                    checker,
+                    plans,
+                    arenas[(spec.lane, ubatch)],
+                    refusals[site],
                 )
         self._token = token
         return slots

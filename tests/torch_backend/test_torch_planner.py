@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,7 @@ NUM_CU = 8
 
 
 def poisoned_tables(rows: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return (
-        torch.full((capacity, 4), POISON, dtype=torch.int32),
-        torch.full((rows, 2), POISON, dtype=torch.int32),
-    )
+    return (torch.full((capacity, 4), POISON, dtype=torch.int32), torch.full((rows, 2), POISON, dtype=torch.int32))
 
 
 def vector_plan(case, work_info, reduce_info, lens):
@@ -141,7 +139,7 @@ def test_the_three_tables_fill_their_bytes_without_overlap():
         spans = sorted(
             (t.data_ptr(), t.data_ptr() + t.numel() * 4) for t in (plan.work_info, plan.reduce_info, plan.staged_lens)
         )
-        assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
         assert all(begin % 16 == 0 for begin, _ in spans)
         assert spans[-1][1] - spans[0][0] == backend.table_bytes(plan.spec, rows, NUM_CU)
 
@@ -161,7 +159,13 @@ def test_a_recorded_refresh_plans_the_lengths_of_its_replay():
 
 @pytest.mark.parametrize(
     ("lens", "found"),
-    [([700, 0, 5], (0, 0)), ([701, 0, 5], (1, 0)), ([700, 1, 5], (1, 0)), ([0, 0, 0], (1, 0)), ([2001, 0, 3000], (1, 2))],
+    [
+        ([700, 0, 5], (0, 0)),
+        ([701, 0, 5], (1, 0)),
+        ([700, 1, 5], (1, 0)),
+        ([0, 0, 0], (1, 0)),
+        ([2001, 0, 3000], (1, 2)),
+    ],
 )
 def test_the_sanitizer_tells_stale_tables_and_counts_clamped_lengths(lens, found):
     backend, plan = make_plan(rows=5)

@@ -134,4 +134,6 @@ def test_a_value_that_no_plan_can_have_is_named(lens, options, named):
 
 
 def test_the_values_beside_those_are_taken():
-    plan_tables([2**31 - 1, -(2**31)], num_kv_heads=1, num_cu=8, max_partitions=8, workgroup_budget=1, sliding_window=-1)
+    plan_tables(
+        [2**31 - 1, -(2**31)], num_kv_heads=1, num_cu=8, max_partitions=8, workgroup_budget=1, sliding_window=-1
+    )
