@@ -948,6 +948,8 @@ class PlanManager:
             raise self._stale_field(record, read, "mark", "no known lengths", wanted)
         if mark is _EMPTY:
             raise self._stale_field(record, read, "mark", "emptied for a dummy step", wanted)
+        if read.captured and mark is read.mark:
+            raise self._stale_field(record, read, "mark", "a refresh that was recorded and never replayed", wanted)
         if mark.capture_id != read.mark.capture_id:
             raise self._stale_field(record, read, "refreshing capture", mark.capture_id, read.mark.capture_id)
         difference = mark.difference(one.step, one.rows, one.address, one.version)
@@ -1076,6 +1078,8 @@ class PlanManager:
             self._forget_fallbacks()
             self._residency.num_pinning_graphs -= bool(record.pinned)
             for item in record.pinned:
+                if isinstance(item, Plan):
+                    item.forget_capture(record.capture_id)
                 self._residency.store.unpin(item)
             record.pinned.clear()
             record.holds.clear()

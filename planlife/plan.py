@@ -157,6 +157,12 @@ class Plan(Item):
         super().attach(buffer, content)
         self.pair = content
 
+    def forget_capture(self, capture_id: int) -> None:
+        """The graph of that capture is gone, or never came to be: nothing will bring these tables to its mark."""
+        in_graph = self.pair.in_graph if self.pair is not None else None
+        if in_graph is not None and in_graph.mark is not None and in_graph.mark.capture_id == capture_id:
+            in_graph.set_mark(None)
+
     def detach(self) -> Any:
         pair, self.pair = self.pair, None
         if pair is not None:
