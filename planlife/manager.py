@@ -574,7 +574,7 @@ class PlanManager:
             rows, address, version = self._device.inspect_lens(lens)
             part_mark = Mark(step, lens, rows, address, version, mark.capture_id)
             part_mark.retire()
-            parts.append(StepPlan(slot, "planned", "", rows, part_mark, plan, bool(mark.capture_id)))
+            parts.append(StepPlan(slot, "planned", "", rows, part_mark, plan, bool(mark.capture_id), whole=mark))
         step_plan = StepPlan(slot, "planned", "", mark.rows, mark, None, bool(mark.capture_id), tuple(parts))
         self._log_route(slot, step_plan, "in parts")
         return step_plan
@@ -748,16 +748,23 @@ class PlanManager:
         rows, address, version = self._device.inspect_lens(plan.context_lens)
         ladder = slot.ladder
         slot.checker.check(rows, ladder.class_for(rows) if 0 < rows <= ladder.max_rows else rows, *call)
+        if plan.parts:
+            if capture_id and not plan.captured:
+                raise self._refuse(
+                    RouteError(
+                        f"{plan!r} decodes in parts through one table set, which is refreshed for each part: that must "
+                        "be recorded too. Call plan_for inside the recording, or raise the ladder's top class."
+                    )
+                )
+            self._decode_parts(slot.spec.query_length, plan.parts, call)
+            return
         if capture_id:
             mark = plan.mark
             if mark is None:
                 own_step = Step(plan.context_lens, site=slot.site, ubatch=slot.ubatch)
                 mark = Mark(own_step, plan.context_lens, rows, address, version, capture_id)
             self._note_other_read(capture_id, plan, mark)
-        if plan.parts:
-            self._decode_parts(slot.spec.query_length, plan.parts, call)
-        else:
-            self._decode_by_fallback(slot.spec, rows, plan.context_lens, call)
+        self._decode_by_fallback(slot.spec, rows, plan.context_lens, call)
 
     def _decode_by_fallback(self, spec: PlanSpec, rows: int, context_lens: Any, call: tuple[Any, ...]) -> None:
         assert self._fallback is not None
@@ -1036,7 +1043,8 @@ class PlanManager:
         assert plan.item is not None and plan.mark is not None
         if not plan.captured:
             return (plan.item.key, "eager")
-        return (plan.item.key, "in-graph", plan.mark.address, plan.mark.rows)
+        whole = plan.whole or plan.mark
+        return (plan.item.key, "in-graph", whole.address, whole.rows)
 
     def _note_read(self, capture_id: int, plan: StepPlan, refreshed: bool) -> None:
         """The graph being recorded reads this plan: pin what it reads, remember what it must find at replay."""
@@ -1056,13 +1064,14 @@ class PlanManager:
             key = self._read_key(plan)
             read = record.reads.get(key)
             if read is None:
-                read = Read(plan.site, plan.ubatch, plan.route, plan.rows, mark, item, plan.captured)
+                whole = plan.whole or mark
+                read = Read(plan.site, plan.ubatch, plan.route, whole.rows, whole, item, plan.captured)
                 record.reads[key] = read
-                record.holds.append(mark.lens)
+                record.holds.append(whole.lens)
             read.refreshes += refreshed
 
     def _note_other_read(self, capture_id: int, plan: StepPlan | OffPlan, mark: Mark) -> None:
-        """The graph being recorded runs the fallback, or decodes in parts, over this length buffer."""
+        """The graph being recorded runs the fallback over this length buffer."""
         with self._lock:
             record = self._record_for(capture_id)
             key = (plan.site, plan.ubatch, plan.route, mark.address, mark.rows)

@@ -187,7 +187,20 @@ class StepPlan:
     that serves them, None off the planned route. captured: made while a stream recorded (its tables are in-graph).
     """
 
-    __slots__ = ("captured", "class_rows", "item", "mark", "parts", "reason", "route", "rows", "site", "slot", "ubatch")
+    __slots__ = (
+        "captured",
+        "class_rows",
+        "item",
+        "mark",
+        "parts",
+        "reason",
+        "route",
+        "rows",
+        "site",
+        "slot",
+        "ubatch",
+        "whole",
+    )
 
     def __init__(
         self,
@@ -199,6 +212,7 @@ class StepPlan:
         item: Plan | None,
         captured: bool,
         parts: tuple[StepPlan, ...] = (),
+        whole: Mark | None = None,
     ) -> None:
         self.slot = slot
         self.site: str = slot.site
@@ -209,6 +223,7 @@ class StepPlan:
         self.mark = mark
         self.item = item
         self.parts = parts  #: rows beyond the ladder: one StepPlan of the top class per chunk
+        self.whole = whole  #: of a part: the mark of the step that it is a part of, which is what guard is given
         self.class_rows: int | None = parts[0].class_rows if parts else item.class_rows if item is not None else None
         self.captured = captured
 
