@@ -530,6 +530,8 @@ class PlanManager:
                 else:
                     self._counters.misses += 1
                 why = self._make_resident(slot, plan, mark)
+                if why is None and mark.capture_id:
+                    self._pin(mark.capture_id, slot, plan)
                 pair = plan.pair
             if why is not None or pair is None:
                 return self._fall_back(slot, mark, why or _Why("evicted", "evicted by another thread"))
@@ -651,7 +653,7 @@ class PlanManager:
                 )
             )
         with self._lock:
-            self._enter("pa_decode")
+            self._check_open("pa_decode")
             if not (item.is_resident and slot.arena.is_resident):
                 self._materialise(slot, item, mark)
             pair, scratch = item.pair, slot.arena.buffer
@@ -664,10 +666,10 @@ class PlanManager:
     def _settle_recording(self, plan: StepPlan, item: Plan, mark: Mark, capture_id: int) -> tuple[Tables, Any]:
         slot = plan.slot
         with self._lock:
-            self._enter("pa_decode")
+            self._check_open("pa_decode")
+            self._pin(capture_id, slot, item)
             pair, scratch = item.pair, slot.arena.buffer
-            if pair is None or scratch is None:
-                raise self._refuse(MintError(self._not_resident_message(slot, item)))
+        assert pair is not None
         if plan.captured:
             tables = pair.in_graph
             if tables.mark is not mark:
@@ -1046,21 +1048,29 @@ class PlanManager:
         whole = plan.whole or plan.mark
         return (plan.item.key, "in-graph", whole.address, whole.rows)
 
+    def _pin(self, capture_id: int, slot: _Slot, item: Plan) -> None:
+        """The graph being recorded needs this plan and its scratch to stay where they are.
+
+        Before their addresses are taken: until then another thread may evict them and bring them back elsewhere. The
+        manager's lock is held.
+        """
+        if not (item.is_resident and slot.arena.is_resident):
+            raise self._refuse(MintError(self._not_resident_message(slot, item)))
+        record = self._record_for(capture_id)
+        self._residency.num_pinning_graphs += not record.pinned
+        for pinned in (item, slot.arena):
+            if pinned not in record.pinned:
+                self._residency.store.pin(pinned)
+                record.pinned.append(pinned)
+                record.holds.append(pinned.buffer)
+                self._announcer.note("pin", pinned, str(record))
+
     def _note_read(self, capture_id: int, plan: StepPlan, refreshed: bool) -> None:
-        """The graph being recorded reads this plan: pin what it reads, remember what it must find at replay."""
-        item, slot, mark = plan.item, plan.slot, plan.mark
+        """The graph being recorded reads this plan: remember what it must find at replay."""
+        item, mark = plan.item, plan.mark
         assert item is not None and mark is not None
         with self._lock:
-            if not (item.is_resident and slot.arena.is_resident):
-                raise self._refuse(MintError(self._not_resident_message(slot, item)))
             record = self._record_for(capture_id)
-            self._residency.num_pinning_graphs += not record.pinned
-            for pinned in (item, slot.arena):
-                if pinned not in record.pinned:
-                    self._residency.store.pin(pinned)
-                    record.pinned.append(pinned)
-                    record.holds.append(pinned.buffer)
-                    self._announcer.note("pin", pinned, str(record))
             key = self._read_key(plan)
             read = record.reads.get(key)
             if read is None:
@@ -1264,13 +1274,16 @@ class PlanManager:
     # ------------------------------------------------------------------ small things
 
     def _enter(self, what: str) -> None:
-        """Every entry point: refuse after close, settle what happened meanwhile."""
-        if self._closed:
-            raise ClosedError(f"{what} was called on a closed PlanManager; make a new one.")
+        """Every entry point: refuse after close, settle what happened meanwhile. Holds no lock: hooks are called."""
+        self._check_open(what)
         if self._released:
             self._drain()
         if self._flags is not None and not self._capture_id():
             self._collect_flags(may_raise=True)
+
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise ClosedError(f"{what} was called on a closed PlanManager; make a new one.")
 
     def _sanitize_tables(self, tables: Tables, mark: Mark) -> None:
         """Compare the tables with the lengths that are in the buffer now; recorded into the graph when recording."""
