@@ -466,8 +466,8 @@ class PlanManager:
             known = slot.last_fallback
             if (
                 known is not None
-                and known.captured == bool(capture_id)
                 and known.mark is not None
+                and known.mark.capture_id == capture_id
                 and known.mark.difference(step, rows, address, version) is None
             ):
                 return known  # decided once per step, also against us
