@@ -20,7 +20,9 @@ CAPTURE_LENS = [64] * 8
 def pins(manager: PlanManager) -> dict[str, int]:
     report = manager.report()
     plans = {f"{plan.site}/{plan.class_rows}/ub{plan.ubatch}": plan.num_pins for plan in report.plans if plan.num_pins}
-    return plans | {f"scratch/{arena.lane}/ub{arena.ubatch}": arena.num_pins for arena in report.arenas if arena.num_pins}
+    return plans | {
+        f"scratch/{arena.lane}/ub{arena.ubatch}": arena.num_pins for arena in report.arenas if arena.num_pins
+    }
 
 
 # ---------------------------------------------------------------- what a replay decodes
@@ -297,6 +299,9 @@ def test_a_step_of_more_rows_than_the_ladder_is_captured_in_parts() -> None:
         world.manager.guard(graph, world.step(lens=lens.clone()))
     with pytest.raises(StalePlanError, match="rows"):
         world.manager.guard(graph, world.step(lens=lens[:8]))
+    made_before = world.manager.plan_for(world.step(lens=lens))
+    with pytest.raises(RouteError, match="in parts"), world.manager.graph():
+        world.decode(made_before, query=query, output=output, tables=tables)
 
 
 # ---------------------------------------------------------------- plans in the wrong place
@@ -454,9 +459,9 @@ def test_graphs_may_go_in_any_order_and_the_rest_replay_right(style: str, order:
         num_left = len(graphs)
         assert pins(world.manager).get("scratch/main/ub0", 0) == num_left
         assert bool(world.manager.report().resident_bytes) == bool(num_left)
-        for index, graph in graphs.items():
+        for index in graphs:
             world.set_lens(world.random_lens(rows[index]))
-            output = world.replay(graph, world.step(rows[index]), style)
+            output = world.replay(graphs[index], world.step(rows[index]), style)
             world.assert_right(output[: rows[index]], world.expected()[: rows[index]])
     world.set_lens(world.random_lens(8))
     world.assert_right(world.eager(world.step()), world.expected())
