@@ -214,7 +214,7 @@ def test_a_before_replay_capture_reads_one_plan_for_one_step_only(second: str) -
     owner = Owner()
     target = world.manager.plan_for(world.step(owner=owner))
     graph = world.manager.graph()
-    with pytest.raises(RouteError, match="for a second step"), graph as graph:  # noqa: PT012
+    with pytest.raises(RouteError, match="for a second step"), graph:
         world.decode(target)
         world.decode(target)
         draft = world.elsewhere(lambda: world.manager.plan_for(second_reads(world, owner)[second]))
