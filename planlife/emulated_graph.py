@@ -49,7 +49,6 @@ _HOST_READS: dict[Any, str] = {
         "__format__",
         "__index__",
         "__int__",
-        "__reduce_ex__",
         "__repr__",
     )
 }
@@ -106,9 +105,16 @@ def launch(
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """What this thread does inside runs at once and is not recorded, as on another stream in relaxed mode."""
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-        yield
+    """What this thread does inside runs at once and is not recorded, as on another stream in relaxed mode.
+
+    `current_capture_id()` does not change.
+    """
+    recorder, _thread.recorder = _thread.recorder, None
+    try:
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            yield
+    finally:
+        _thread.recorder = recorder
 
 
 @contextmanager
@@ -270,8 +276,8 @@ class _OutsideStorage:
             return storage
         what = "was freed" if storage is None else "was resized or moved"
         raise RuntimeError(
-            f"replay of {self._first_op} needs the storage of {self._num_bytes} bytes at {self._address:#x} that "
-            f"it was captured with, and that storage {what}. Keep its tensor as long as the graph."
+            f"replay of {self._first_op} needs the storage of {self._num_bytes} bytes at {self._address:#x} "
+            f"that it was captured with, and that storage {what}. Keep its tensor as long as the graph."
         )
 
 
@@ -359,7 +365,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.program = _Program()
         self.callbacks: list[Callable[[], object]] = []
         self.refusal: str | None = None
-        self._host_reads = _HostReadGuard(self)
+        self._host_reads = _HostReadGuard()
 
     def start(self) -> None:
         self._host_reads.__enter__()  # type: ignore[no-untyped-call]
@@ -451,15 +457,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _HostReadGuard(TorchFunctionMode):
     """Refuses the host reads that never reach the dispatcher."""
 
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _HOST_READS:
-            self._recorder.refuse(_HOST_READS[func], "reads a tensor on the host")
+            _require_recorder("a host read").refuse(_HOST_READS[func], "reads a tensor on the host")
         return func(*args, **(kwargs or {}))
 
 
@@ -473,7 +475,8 @@ class _Shadow:
         self._program = program
         self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of shadow -> (shadow, real)
         self._shadow_storages: dict[int, torch.UntypedStorage] = {}
-        self._real_storages: dict[int, torch.UntypedStorage] = {}
+        #: Address of shadow storage -> (real storage, whether its tensors are inference tensors).
+        self._real_storages: dict[int, tuple[torch.UntypedStorage, bool]] = {}
         self._born: set[int] = set()
 
     def of(self, value: Any) -> Any:
@@ -490,7 +493,7 @@ class _Shadow:
         if shadow_storage is None:
             shadow_storage = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
             self._shadow_storages[storage._cdata] = shadow_storage
-            self._real_storages[shadow_storage._cdata] = storage
+            self._real_storages[shadow_storage._cdata] = (storage, value.is_inference())
         shadow = _view(shadow_storage, value.dtype, value.storage_offset(), value.size(), value.stride(), device="meta")
         self._tensors[id(shadow)] = (shadow, value)
         return shadow
@@ -519,9 +522,12 @@ class _Shadow:
             num_bytes = shadow.untyped_storage().nbytes()
             storage = torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device="cpu").untyped_storage()
             self._program.own(storage)
-            self._real_storages[key] = storage
+            self._real_storages[key] = (storage, torch.is_inference_mode_enabled())
             self._born.add(key)
-        tensor = _view(self._real_storages[key], shadow.dtype, shadow.storage_offset(), shadow.size(), shadow.stride())
+        storage, is_inference = self._real_storages[key]
+        # A view is what its base is: in inference mode an ordinary tensor's views are ordinary.
+        with torch.inference_mode(is_inference):
+            tensor = _view(storage, shadow.dtype, shadow.storage_offset(), shadow.size(), shadow.stride())
         return tensor, key in self._born
 
 

@@ -89,6 +89,12 @@ class _Slot:
         self.last_fallback: StepPlan | None = None  #: the last step that fell back, so that its layers agree
         self.num_skipped = 0  #: plan_for calls answered by `last`
 
+    def set_last_fallback(self, plan: StepPlan | None) -> None:
+        """Remember what fell back; the one before lets go of an owner that had to be held strongly."""
+        old, self.last_fallback = self.last_fallback, plan
+        if old is not None and old.mark is not None:
+            old.mark.retire()
+
 
 class _Given:
     """A step handed to guard, with what its length tensor says."""
@@ -156,14 +162,16 @@ class PlanManager:
         self._on_miss = on_miss
         self._sanitize = sanitize
         self._ubatches = ubatches
-        self._sizing = Sizing(specs, ladders, self._backend, ubatches, self._device.num_compute_units)
+        refusals = {site: self._refusal(site, spec) for site, spec in specs.items()}
+        refused = [site for site, refusal in refusals.items() if refusal]
+        self._sizing = Sizing(specs, ladders, self._backend, ubatches, self._device.num_compute_units, refused)
         self._announcer = Announcer()
         self._events = self._announcer.waiting
         self._counters = Counters()
         self._residency = Residency(
             self._device, self._backend, self._sizing, self._check_budget(budget_bytes), self._counters, self._announcer
         )
-        self._slots = self._make_slots(specs, ladders)
+        self._slots = self._make_slots(specs, ladders, refusals)
 
         self._lock = threading.RLock()
         self._num_phases = 0
@@ -195,7 +203,7 @@ class PlanManager:
         return budget_bytes
 
     def _make_slots(
-        self, specs: Mapping[str, PlanSpec], ladders: Mapping[str, CapacityLadder]
+        self, specs: Mapping[str, PlanSpec], ladders: Mapping[str, CapacityLadder], refusals: Mapping[str, str]
     ) -> dict[tuple[object, object], _Slot]:
         token = object()
         arenas = {
@@ -206,7 +214,6 @@ class PlanManager:
         slots: dict[tuple[object, object], _Slot] = {}
         for site, spec in specs.items():
             checker = CallChecker(site, spec, self._device)
-            refusal = self._refusal(site, spec)
             for ubatch in range(self._ubatches):
                 plans = {
                     class_rows: Plan(
@@ -220,7 +227,15 @@ class PlanManager:
                     for class_rows in ladders[site].classes
                 }
                 slots[(site, ubatch)] = _Slot(
-                    token, site, ubatch, spec, ladders[site], checker, plans, arenas[(spec.lane, ubatch)], refusal
+                    token,
+                    site,
+                    ubatch,
+                    spec,
+                    ladders[site],
+                    checker,
+                    plans,
+                    arenas[(spec.lane, ubatch)],
+                    refusals[site],
                 )
         self._token = token
         return slots
@@ -273,6 +288,7 @@ class PlanManager:
             raise MintError("capture_phase() was opened while this stream records; open it around the recording.")
         with self._lock:
             self._num_phases += 1
+            self._forget_fallbacks()
         try:
             yield self
         finally:
@@ -301,6 +317,8 @@ class PlanManager:
             )
         if not self._enabled:
             return
+        if not (rows is None or isinstance(rows, (int, Iterable))):
+            raise ConfigError(f"warm() takes row counts, got {rows!r}.")
         wanted = None if rows is None else [rows] if isinstance(rows, int) else list(rows)
         todo: list[tuple[_Slot, Plan]] = []
         for slot in self._slots.values():
@@ -463,6 +481,11 @@ class PlanManager:
         finally:
             self._announcer.deliver()
 
+    def _forget_fallbacks(self) -> None:
+        """Something changed that may let a step that fell back be planned."""
+        for slot in self._slots.values():
+            slot.set_last_fallback(None)
+
     def _inspect(self, step: Step) -> tuple[_Slot, tuple[int, int, int | None]]:
         """The slot of a step and (rows, address, version) of its lengths; a ConfigError for what can never be right."""
         slot = self._slot_of(step)
@@ -543,11 +566,14 @@ class PlanManager:
             why = self._make_resident(slot, plan, mark)
         if why is not None:
             return self._fall_back(slot, mark, why)
+        # Each part is refreshed as it decodes: these marks are compared as objects, so the owner need not be held.
+        mark.retire()
         parts = []
         for first_row in range(0, mark.rows, plan.class_rows):
             lens = mark.lens[first_row : first_row + plan.class_rows]
             rows, address, version = self._device.inspect_lens(lens)
             part_mark = Mark(step, lens, rows, address, version, mark.capture_id)
+            part_mark.retire()
             parts.append(StepPlan(slot, "planned", "", rows, part_mark, plan, bool(mark.capture_id)))
         step_plan = StepPlan(slot, "planned", "", mark.rows, mark, None, bool(mark.capture_id), tuple(parts))
         self._log_route(slot, step_plan, "in parts")
@@ -569,7 +595,7 @@ class PlanManager:
             "fallback", f"{slot.site}/ub{slot.ubatch}", why.text, rows=mark.rows, recorded=bool(mark.capture_id)
         )
         self._log_route(slot, step_plan, why.code)
-        slot.last_fallback = step_plan
+        slot.set_last_fallback(step_plan)
         return step_plan
 
     def _log_route(self, slot: _Slot, plan: StepPlan, code: str) -> None:
@@ -825,15 +851,14 @@ class PlanManager:
         """Record the body into a graph and pin what it touches; yields the graph.
 
         g: None makes one; a graph recorded before is reset first, then its pins go. options: as torch.cuda.graph takes.
-        On an exception the graph is reset before its pins go. On a CPU the graph is a planlife EmulatedGraph.
+        A body that raises leaves the graph empty and its pins gone. On a CPU the graph is a planlife EmulatedGraph.
         """
         self._enter("graph")
         if g is None:
             g = self._device.new_graph()
-        elif g in self._records_by_graph:
+        elif self._record_of(g) is not None:
             self._device.reset(g)
             self.release(g)
-        record = None
         try:
             with self._device.record(g, **options):
                 with self._lock:
@@ -841,14 +866,8 @@ class PlanManager:
                     record.bind(g)
                 yield g
             self._records_by_graph[g] = record
-        except BaseException:
-            self._device.reset(g)
-            if record is not None:
-                self._release(record, "its capture failed")
-            raise
         finally:
-            self._drain()
-            self._announcer.deliver()
+            self._drain()  # a capture that failed is gone by now, and takes its pins along
 
     def adopt(self, g: Graph) -> None:
         """Bind the pins of this thread's last capture, which an engine opened itself, to its graph object.
@@ -863,7 +882,7 @@ class PlanManager:
                 "adopt() found no finished capture of this thread that touched a plan and has no graph yet. Call it "
                 "once, on the thread that captured, right after the capture has ended."
             )
-        previous = self._records_by_graph.get(g)
+        previous = self._record_of(g)
         if previous is not None:
             self._release(previous, "captured again")
         record.bind(g)
@@ -879,7 +898,7 @@ class PlanManager:
         """
         self._enter("guard")
         try:
-            record = self._records_by_graph.get(g)
+            record = self._record_of(g)
             if record is None or record.released:
                 raise self._refuse(
                     RouteError(
@@ -986,16 +1005,24 @@ class PlanManager:
     def release(self, g: Graph) -> None:
         """Promise that g is not replayed again: its pins go. Also automatic when g is reset or collected."""
         self._drain()
-        record = self._records_by_graph.pop(g, None)
+        record = self._record_of(g)
         if record is not None:
             self._release(record, "released")
         self._announcer.deliver()
+
+    def _record_of(self, g: Graph) -> GraphRecord | None:
+        try:
+            return self._records_by_graph.get(g)
+        except TypeError:
+            raise ConfigError(f"a graph object is needed, got {g!r}.") from None
 
     def _record_for(self, capture_id: int) -> GraphRecord:
         """The record of the capture this thread is in; the first call attaches its end to the graph."""
         record = self._records.get(capture_id)
         if record is None:
             record = GraphRecord(capture_id)
+            if self._flags is not None:
+                record.holds.append(self._flags)
             self._device.watch_capture(self._released, record.holds)
             self._records[capture_id] = record
         self._this_thread.last_record = record
@@ -1046,6 +1073,7 @@ class PlanManager:
             if record.released:
                 return
             record.released = True
+            self._forget_fallbacks()
             self._residency.num_pinning_graphs -= bool(record.pinned)
             for item in record.pinned:
                 self._residency.store.unpin(item)
@@ -1106,14 +1134,15 @@ class PlanManager:
         check_int("target_bytes", target_bytes, at_least=0)
         with self._lock:
             freed_bytes = self._residency.evict_down_to(target_bytes, f"trimmed to {target_bytes:,} bytes")
+            self._forget_fallbacks()
         self._announcer.deliver()
         return freed_bytes
 
     def invalidate(self) -> None:
         """Drop all marks and keep all addresses: after sleep/wake, a weight reload, or a move of the KV cache."""
         self._enter("invalidate")
+        self._forget_fallbacks()
         for slot in self._slots.values():
-            slot.last_fallback = None
             for plan in slot.plans.values():
                 with plan.lock:
                     for tables in plan.pair or ():
@@ -1208,7 +1237,8 @@ class PlanManager:
                 self._release(record, "the manager was closed")
             self._residency.evict_down_to(0, "the manager was closed")
             for slot in self._slots.values():
-                slot.last = slot.last_fallback = None
+                slot.last = None
+                slot.set_last_fallback(None)
             self._flags = None
         self._announcer.deliver()
 

@@ -247,6 +247,8 @@ def test_a_damaged_gzip_is_refused(tmp_path):
     whole = bytearray(gzip.compress(GOOD.encode()))
     whole[-6] ^= 0xFF  # its checksum
     assert "cannot read on" in refusal(write(tmp_path, bytes(whole)))
+    whole[10:16] = b"\xff" * 6  # its first compressed block
+    assert "cannot read on" in refusal(write(tmp_path, bytes(whole)))
     assert "cannot read on" in refusal(write(tmp_path, gzip.compress(GOOD.encode()) + b"tail"))
 
 
@@ -274,10 +276,7 @@ def test_a_file_without_line_ends_is_refused_before_it_is_read_whole(tmp_path):
 
 
 def test_the_shipped_sample_is_what_its_script_writes(monkeypatch, tmp_path):
-    namespace: dict[str, object] = {
-        "__name__": "make_sample_trace",
-        "__file__": str(REPOSITORY / "scripts" / "x"),
-    }
+    namespace: dict[str, object] = {"__name__": "make_sample_trace", "__file__": str(REPOSITORY / "scripts" / "x")}
     exec((REPOSITORY / "scripts" / "make_sample_trace.py").read_text(), namespace)
     shipped = REPOSITORY / "planlife" / "demo" / "sample_trace.csv"
     namespace["SAMPLE"] = tmp_path / "again.csv"
@@ -298,9 +297,7 @@ def full_traces() -> Path | None:
     return beside if beside.is_dir() else None
 
 
-@pytest.mark.skipif(
-    full_traces() is None, reason="full traces: set PLANLIFE_TRACES to the directory that holds them"
-)
+@pytest.mark.skipif(full_traces() is None, reason="full traces: set PLANLIFE_TRACES to the directory that holds them")
 @pytest.mark.parametrize(
     ("name", "num_requests", "last"),
     [

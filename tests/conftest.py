@@ -1,0 +1,60 @@
+"""Every test is a leak test: what it made is gone when it ends, pins and bytes included."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from planlife import PlanManager
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Follow each manager that the test makes, and each buffer it allocates, to their ends.
+
+    A manager that is still alive when the test ends is closed, and must then hold nothing. Buffers are followed through
+    the device, not through the accountant: a byte that the ledger forgot is a leak too.
+    """
+    managers: list[weakref.ref[PlanManager]] = []
+    buffers: list[weakref.ref[object]] = []
+    real_init = PlanManager.__init__
+
+    def init(self: PlanManager, *args: object, **kwargs: object) -> None:
+        real_init(self, *args, **kwargs)
+        managers.append(weakref.ref(self))
+        device = self._device
+        if not getattr(device, "_followed_by_leak_check", False):
+            real_allocate = device.allocate
+
+            def allocate(num_bytes: int) -> object:
+                buffer = real_allocate(num_bytes)
+                buffers.append(weakref.ref(_identity_of(buffer)))
+                return buffer
+
+            monkeypatch.setattr(device, "allocate", allocate, raising=False)
+            monkeypatch.setattr(device, "_followed_by_leak_check", True, raising=False)
+
+    monkeypatch.setattr(PlanManager, "__init__", init)
+    yield
+    for ref in managers:
+        manager = ref()
+        if manager is not None:
+            manager.close()
+            report = manager.report()
+            assert report.resident_bytes == 0, report
+            assert report.pinned_bytes == 0, report
+            assert report.num_graphs == 0, report
+        del manager
+    monkeypatch.undo()
+    gc.collect()
+    alive = [ref for ref in buffers if ref() is not None]
+    assert not alive, f"{len(alive)} of {len(buffers)} buffers outlive the test"
+
+
+def _identity_of(buffer: object) -> object:
+    """A torch buffer is followed by its storage, which views of it keep alive too."""
+    storage = getattr(buffer, "untyped_storage", None)
+    return storage() if storage is not None else buffer
