@@ -105,9 +105,16 @@ def launch(
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """What this thread does inside runs at once and is not recorded, as on another stream in relaxed mode."""
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-        yield
+    """What this thread does inside runs at once and is not recorded, as on another stream in relaxed mode.
+
+    `current_capture_id()` does not change.
+    """
+    recorder, _thread.recorder = _thread.recorder, None
+    try:
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            yield
+    finally:
+        _thread.recorder = recorder
 
 
 @contextmanager
@@ -468,7 +475,8 @@ class _Shadow:
         self._program = program
         self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of shadow -> (shadow, real)
         self._shadow_storages: dict[int, torch.UntypedStorage] = {}
-        self._real_storages: dict[int, torch.UntypedStorage] = {}
+        #: Address of shadow storage -> (real storage, whether its tensors are inference tensors).
+        self._real_storages: dict[int, tuple[torch.UntypedStorage, bool]] = {}
         self._born: set[int] = set()
 
     def of(self, value: Any) -> Any:
@@ -485,7 +493,7 @@ class _Shadow:
         if shadow_storage is None:
             shadow_storage = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
             self._shadow_storages[storage._cdata] = shadow_storage
-            self._real_storages[shadow_storage._cdata] = storage
+            self._real_storages[shadow_storage._cdata] = (storage, value.is_inference())
         shadow = _view(shadow_storage, value.dtype, value.storage_offset(), value.size(), value.stride(), device="meta")
         self._tensors[id(shadow)] = (shadow, value)
         return shadow
@@ -514,9 +522,12 @@ class _Shadow:
             num_bytes = shadow.untyped_storage().nbytes()
             storage = torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device="cpu").untyped_storage()
             self._program.own(storage)
-            self._real_storages[key] = storage
+            self._real_storages[key] = (storage, torch.is_inference_mode_enabled())
             self._born.add(key)
-        tensor = _view(self._real_storages[key], shadow.dtype, shadow.storage_offset(), shadow.size(), shadow.stride())
+        storage, is_inference = self._real_storages[key]
+        # A view is what its base is: in inference mode an ordinary tensor's views are ordinary.
+        with torch.inference_mode(is_inference):
+            tensor = _view(storage, shadow.dtype, shadow.storage_offset(), shadow.size(), shadow.stride())
         return tensor, key in self._born
 
 

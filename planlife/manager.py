@@ -89,6 +89,12 @@ class _Slot:
         self.last_fallback: StepPlan | None = None  #: the last step that fell back, so that its layers agree
         self.num_skipped = 0  #: plan_for calls answered by `last`
 
+    def set_last_fallback(self, plan: StepPlan | None) -> None:
+        """Remember what fell back; the one before lets go of an owner that had to be held strongly."""
+        old, self.last_fallback = self.last_fallback, plan
+        if old is not None and old.mark is not None:
+            old.mark.retire()
+
 
 class _Given:
     """A step handed to guard, with what its length tensor says."""
@@ -478,7 +484,7 @@ class PlanManager:
     def _forget_fallbacks(self) -> None:
         """Something changed that may let a step that fell back be planned."""
         for slot in self._slots.values():
-            slot.last_fallback = None
+            slot.set_last_fallback(None)
 
     def _inspect(self, step: Step) -> tuple[_Slot, tuple[int, int, int | None]]:
         """The slot of a step and (rows, address, version) of its lengths; a ConfigError for what can never be right."""
@@ -560,11 +566,14 @@ class PlanManager:
             why = self._make_resident(slot, plan, mark)
         if why is not None:
             return self._fall_back(slot, mark, why)
+        # Each part is refreshed as it decodes: these marks are compared as objects, so the owner need not be held.
+        mark.retire()
         parts = []
         for first_row in range(0, mark.rows, plan.class_rows):
             lens = mark.lens[first_row : first_row + plan.class_rows]
             rows, address, version = self._device.inspect_lens(lens)
             part_mark = Mark(step, lens, rows, address, version, mark.capture_id)
+            part_mark.retire()
             parts.append(StepPlan(slot, "planned", "", rows, part_mark, plan, bool(mark.capture_id)))
         step_plan = StepPlan(slot, "planned", "", mark.rows, mark, None, bool(mark.capture_id), tuple(parts))
         self._log_route(slot, step_plan, "in parts")
@@ -586,7 +595,7 @@ class PlanManager:
             "fallback", f"{slot.site}/ub{slot.ubatch}", why.text, rows=mark.rows, recorded=bool(mark.capture_id)
         )
         self._log_route(slot, step_plan, why.code)
-        slot.last_fallback = step_plan
+        slot.set_last_fallback(step_plan)
         return step_plan
 
     def _log_route(self, slot: _Slot, plan: StepPlan, code: str) -> None:
@@ -1228,7 +1237,8 @@ class PlanManager:
                 self._release(record, "the manager was closed")
             self._residency.evict_down_to(0, "the manager was closed")
             for slot in self._slots.values():
-                slot.last = slot.last_fallback = None
+                slot.last = None
+                slot.set_last_fallback(None)
             self._flags = None
         self._announcer.deliver()
 

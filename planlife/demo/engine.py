@@ -217,9 +217,7 @@ class Engine:
             graphs.append(graph)
         return None if metadata.fell_back else Captured(tuple(graphs), buffers)
 
-    def _recordings(
-        self, kind: str, metadata: Metadata
-    ) -> list[tuple[Callable[[], None], Callable[[], None]]]:
+    def _recordings(self, kind: str, metadata: Metadata) -> list[tuple[Callable[[], None], Callable[[], None]]]:
         """What runs before and what runs inside each recording of one kind."""
         if kind != "draft":
             return [(metadata.build, partial(self._model.target, metadata))]
@@ -385,13 +383,7 @@ class Engine:
         self.check.record(layer, cache_rows, batch.positions[call], batch.key[call], batch.value[call])
 
     def _compare(
-        self,
-        where: str,
-        layer: int,
-        call: int,
-        buffers: StepBuffers,
-        batch: Batch | None,
-        window_tokens: int = 0,
+        self, where: str, layer: int, call: int, buffers: StepBuffers, batch: Batch | None, window_tokens: int = 0
     ) -> None:
         output = buffers.output[call]
         num_real = 0
