@@ -52,6 +52,7 @@ class _Partials:
         self.output.index_add_(1, slots, output)
 
 
+@torch.no_grad()  # a query fresh from a trainable layer must not tie the arena to its graph
 def decode_into(
     output: torch.Tensor,
     query: torch.Tensor,

@@ -7,15 +7,33 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..emulated_graph import EmulatedGraph, current_capture_id, launch, record
+    from ..planner import plan_tables
+    from .fakes import FakeBackend, FakeDevice, FakeTensor
+    from .reference import reference_decode
 
 _HOMES = {
     "EmulatedGraph": "..emulated_graph",
+    "FakeBackend": ".fakes",
+    "FakeDevice": ".fakes",
+    "FakeTensor": ".fakes",
     "current_capture_id": "..emulated_graph",
     "launch": "..emulated_graph",
+    "plan_tables": "..planner",
     "record": "..emulated_graph",
+    "reference_decode": ".reference",
 }
 
-__all__ = ["EmulatedGraph", "current_capture_id", "launch", "record"]
+__all__ = [
+    "EmulatedGraph",
+    "FakeBackend",
+    "FakeDevice",
+    "FakeTensor",
+    "current_capture_id",
+    "launch",
+    "plan_tables",
+    "record",
+    "reference_decode",
+]
 
 
 def __getattr__(name: str) -> Any:
