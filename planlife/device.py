@@ -79,7 +79,10 @@ class Device(Protocol):
         ...
 
     def record(self, graph: Graph, **options: Any) -> AbstractContextManager[Any]:
-        """Record what the body launches into `graph`; options as for torch.cuda.graph."""
+        """Record what the body launches into `graph`; options as for torch.cuda.graph.
+
+        A body that raises leaves `graph` empty, and what watched its capture is told before the exception goes on.
+        """
         ...
 
     def reset(self, graph: Graph) -> None:

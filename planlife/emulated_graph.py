@@ -49,7 +49,6 @@ _HOST_READS: dict[Any, str] = {
         "__format__",
         "__index__",
         "__int__",
-        "__reduce_ex__",
         "__repr__",
     )
 }
@@ -270,8 +269,8 @@ class _OutsideStorage:
             return storage
         what = "was freed" if storage is None else "was resized or moved"
         raise RuntimeError(
-            f"replay of {self._first_op} needs the storage of {self._num_bytes} bytes at {self._address:#x} that "
-            f"it was captured with, and that storage {what}. Keep its tensor as long as the graph."
+            f"replay of {self._first_op} needs the storage of {self._num_bytes} bytes at {self._address:#x} "
+            f"that it was captured with, and that storage {what}. Keep its tensor as long as the graph."
         )
 
 
@@ -359,7 +358,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.program = _Program()
         self.callbacks: list[Callable[[], object]] = []
         self.refusal: str | None = None
-        self._host_reads = _HostReadGuard(self)
+        self._host_reads = _HostReadGuard()
 
     def start(self) -> None:
         self._host_reads.__enter__()  # type: ignore[no-untyped-call]
@@ -451,15 +450,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _HostReadGuard(TorchFunctionMode):
     """Refuses the host reads that never reach the dispatcher."""
 
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _HOST_READS:
-            self._recorder.refuse(_HOST_READS[func], "reads a tensor on the host")
+            _require_recorder("a host read").refuse(_HOST_READS[func], "reads a tensor on the host")
         return func(*args, **(kwargs or {}))
 
 

@@ -273,6 +273,7 @@ class PlanManager:
             raise MintError("capture_phase() was opened while this stream records; open it around the recording.")
         with self._lock:
             self._num_phases += 1
+            self._forget_fallbacks()
         try:
             yield self
         finally:
@@ -301,6 +302,8 @@ class PlanManager:
             )
         if not self._enabled:
             return
+        if not (rows is None or isinstance(rows, (int, Iterable))):
+            raise ConfigError(f"warm() takes row counts, got {rows!r}.")
         wanted = None if rows is None else [rows] if isinstance(rows, int) else list(rows)
         todo: list[tuple[_Slot, Plan]] = []
         for slot in self._slots.values():
@@ -462,6 +465,11 @@ class PlanManager:
             return self._plan_in_class(slot, step, mark)
         finally:
             self._announcer.deliver()
+
+    def _forget_fallbacks(self) -> None:
+        """Something changed that may let a step that fell back be planned."""
+        for slot in self._slots.values():
+            slot.last_fallback = None
 
     def _inspect(self, step: Step) -> tuple[_Slot, tuple[int, int, int | None]]:
         """The slot of a step and (rows, address, version) of its lengths; a ConfigError for what can never be right."""
@@ -825,15 +833,14 @@ class PlanManager:
         """Record the body into a graph and pin what it touches; yields the graph.
 
         g: None makes one; a graph recorded before is reset first, then its pins go. options: as torch.cuda.graph takes.
-        On an exception the graph is reset before its pins go. On a CPU the graph is a planlife EmulatedGraph.
+        A body that raises leaves the graph empty and its pins gone. On a CPU the graph is a planlife EmulatedGraph.
         """
         self._enter("graph")
         if g is None:
             g = self._device.new_graph()
-        elif g in self._records_by_graph:
+        elif self._record_of(g) is not None:
             self._device.reset(g)
             self.release(g)
-        record = None
         try:
             with self._device.record(g, **options):
                 with self._lock:
@@ -841,14 +848,8 @@ class PlanManager:
                     record.bind(g)
                 yield g
             self._records_by_graph[g] = record
-        except BaseException:
-            self._device.reset(g)
-            if record is not None:
-                self._release(record, "its capture failed")
-            raise
         finally:
-            self._drain()
-            self._announcer.deliver()
+            self._drain()  # a capture that failed is gone by now, and takes its pins along
 
     def adopt(self, g: Graph) -> None:
         """Bind the pins of this thread's last capture, which an engine opened itself, to its graph object.
@@ -863,7 +864,7 @@ class PlanManager:
                 "adopt() found no finished capture of this thread that touched a plan and has no graph yet. Call it "
                 "once, on the thread that captured, right after the capture has ended."
             )
-        previous = self._records_by_graph.get(g)
+        previous = self._record_of(g)
         if previous is not None:
             self._release(previous, "captured again")
         record.bind(g)
@@ -879,7 +880,7 @@ class PlanManager:
         """
         self._enter("guard")
         try:
-            record = self._records_by_graph.get(g)
+            record = self._record_of(g)
             if record is None or record.released:
                 raise self._refuse(
                     RouteError(
@@ -986,16 +987,24 @@ class PlanManager:
     def release(self, g: Graph) -> None:
         """Promise that g is not replayed again: its pins go. Also automatic when g is reset or collected."""
         self._drain()
-        record = self._records_by_graph.pop(g, None)
+        record = self._record_of(g)
         if record is not None:
             self._release(record, "released")
         self._announcer.deliver()
+
+    def _record_of(self, g: Graph) -> GraphRecord | None:
+        try:
+            return self._records_by_graph.get(g)
+        except TypeError:
+            raise ConfigError(f"a graph object is needed, got {g!r}.") from None
 
     def _record_for(self, capture_id: int) -> GraphRecord:
         """The record of the capture this thread is in; the first call attaches its end to the graph."""
         record = self._records.get(capture_id)
         if record is None:
             record = GraphRecord(capture_id)
+            if self._flags is not None:
+                record.holds.append(self._flags)
             self._device.watch_capture(self._released, record.holds)
             self._records[capture_id] = record
         self._this_thread.last_record = record
@@ -1046,6 +1055,7 @@ class PlanManager:
             if record.released:
                 return
             record.released = True
+            self._forget_fallbacks()
             self._residency.num_pinning_graphs -= bool(record.pinned)
             for item in record.pinned:
                 self._residency.store.unpin(item)
@@ -1106,14 +1116,15 @@ class PlanManager:
         check_int("target_bytes", target_bytes, at_least=0)
         with self._lock:
             freed_bytes = self._residency.evict_down_to(target_bytes, f"trimmed to {target_bytes:,} bytes")
+            self._forget_fallbacks()
         self._announcer.deliver()
         return freed_bytes
 
     def invalidate(self) -> None:
         """Drop all marks and keep all addresses: after sleep/wake, a weight reload, or a move of the KV cache."""
         self._enter("invalidate")
+        self._forget_fallbacks()
         for slot in self._slots.values():
-            slot.last_fallback = None
             for plan in slot.plans.values():
                 with plan.lock:
                     for tables in plan.pair or ():

@@ -2,16 +2,536 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import numpy
+import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from planlife.testing import EmulatedGraph, record
+from planlife import emulated_graph
+from planlife.emulated_graph import unrecorded, watch_current_capture
+from planlife.testing import EmulatedGraph, current_capture_id, launch, record
+from planlife.testing.graph_scenarios import REFUSED, REFUSED_ON_CPU, SCENARIOS, Scenario
+
+MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+ALL_REFUSED = REFUSED | REFUSED_ON_CPU
 
 
-def test_a_replay_reads_what_its_inputs_hold_now() -> None:
-    x = torch.ones(3)
+@pytest.fixture(autouse=True)
+def _nothing_records_afterwards() -> Iterator[None]:
+    yield
+    assert current_capture_id() == 0
+    assert emulated_graph._num_recording == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_scenario_of_cuda_graphs(scenario: Scenario, mode: str) -> None:
+    with MODES[mode]():
+        scenario(EmulatedGraph, record, "cpu")
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("mode", ["grad", "inference"])
+@pytest.mark.parametrize("name", ALL_REFUSED)
+def test_what_cuda_refuses_raises_in_the_body_and_leaves_the_graph_empty(name: str, mode: str) -> None:
+    with MODES[mode]():
+        x = torch.tensor([1.0, 0.0, 3.0])
+        ALL_REFUSED[name](x.clone())  # a positive control: it works while nothing records
+        graph, total, reached = EmulatedGraph(), torch.zeros(3), False
+        with pytest.raises(RuntimeError, match="not possible while recording"), record(graph):  # noqa: PT012
+            total.add_(1)
+            ALL_REFUSED[name](x)
+            reached = True
+        assert not reached
+        assert graph.capture_id == 0
+        assert total.tolist() == [0, 0, 0]
+        with record(graph):
+            total.add_(1)
+        graph.replay()
+        assert total.tolist() == [1, 1, 1]
+
+
+def test_a_refusal_that_the_body_swallows_still_invalidates_the_capture() -> None:
+    x, fired = torch.ones(3), []
+    graph = EmulatedGraph()
+    with pytest.raises(RuntimeError, match=r"invalidated and the graph is empty: Tensor\.item reads"):  # noqa: PT012
+        with record(graph):
+            watch_current_capture(lambda: fired.append(1))
+            with suppress(RuntimeError):
+                x[0].item()
+            with pytest.raises(RuntimeError, match="was invalidated"):
+                x.add_(1)
+            with pytest.raises(RuntimeError, match="was invalidated"):
+                launch(print)
+    assert fired == [1]
+    assert (graph.capture_id, graph.num_ops) == (0, 0)
+    assert x.tolist() == [1, 1, 1]
+
+
+def test_captures_do_not_nest_on_one_thread() -> None:
+    outer, inner, x = EmulatedGraph(), EmulatedGraph(), torch.zeros(1)
+    with record(outer):
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="do not nest"), record(inner):
+            raise AssertionError("the body of a nested capture ran")
+        x.add_(1)
+    outer.replay()
+    assert x.tolist() == [2]
+
+
+def test_a_graph_is_neither_replayed_nor_reset_while_it_or_another_records() -> None:
+    x, other, graph = torch.zeros(1), EmulatedGraph(), EmulatedGraph()
+    with record(other):
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="launches a graph"), record(graph):
+        other.replay()
+    with record(graph):
+        with pytest.raises(RuntimeError, match="End the capture first"):
+            graph.reset()
+        with pytest.raises(RuntimeError, match="empty graph"):
+            graph.replay()
+        x.add_(1)
+    assert x.tolist() == [0]
+    graph.replay()
+    assert x.tolist() == [1]
+
+
+def test_a_capture_mode_that_does_not_exist_is_refused_before_anything_starts() -> None:
+    graph = EmulatedGraph()
+    with pytest.raises(RuntimeError, match=r"global, thread_local, relaxed, got 'sloppy'"):
+        with record(graph, capture_error_mode="sloppy"):
+            raise AssertionError("recorded")
+    with record(graph, pool=(0, 1), stream=None, capture_error_mode="relaxed"):
+        pass
+    graph.replay()
+
+
+def test_capture_end_belongs_to_the_graph_and_thread_that_record() -> None:
+    graph, other = EmulatedGraph(), EmulatedGraph()
+    graph.capture_begin()
+    with pytest.raises(RuntimeError, match="not recording into this graph"):
+        other.capture_end()
+    graph.capture_end()
+    with pytest.raises(RuntimeError, match="not recording into this graph"):
+        graph.capture_end()
+
+
+@pytest.mark.parametrize("device", ["meta"])
+def test_tensors_of_other_devices_are_not_recorded(device: str) -> None:
+    x = torch.zeros(1, device=device)
+    with pytest.raises(RuntimeError, match="records strided tensors on cpu"), record(EmulatedGraph()):
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="wants one on meta"), record(EmulatedGraph()):
+        torch.zeros(1, device=device)
+
+
+def test_an_op_whose_result_shapes_are_unknown_says_how_to_make_them_known() -> None:
+    with torch.library._scoped_library("planlife_test", "DEF") as library:
+        library.define("double(Tensor x) -> Tensor")
+        library.impl("double", lambda x: x * 2, "CPU")
+        x = torch.ones(2)
+        with pytest.raises(RuntimeError, match=r"planlife_test.double.default has no meta kernel.*launch"):
+            with record(EmulatedGraph()):
+                torch.ops.planlife_test.double(x)
+        library.impl("double", torch.empty_like, "Meta")
+        graph = EmulatedGraph()
+        with record(graph):
+            y = torch.ops.planlife_test.double(x)
+        graph.replay()
+        assert y.tolist() == [2, 2]
+
+
+# What a failed body leaves.
+
+
+def test_a_body_that_raises_leaves_an_empty_graph_and_untouched_tensors() -> None:
+    x, graph, fired = torch.zeros(3), EmulatedGraph(), []
+    with pytest.raises(KeyboardInterrupt), record(graph):  # noqa: PT012
+        watch_current_capture(lambda: fired.append(1))
+        x.add_(1)
+        raise KeyboardInterrupt
+    assert fired == [1]
+    assert (graph.capture_id, graph.num_ops) == (0, 0)
+    assert x.tolist() == [0, 0, 0]
+    with pytest.raises(RuntimeError, match="empty graph"):
+        graph.replay()
+    with record(graph):
+        x.add_(2)
+    graph.replay()
+    assert x.tolist() == [2, 2, 2]
+
+
+# Who keeps what alive.
+
+
+def test_results_are_full_of_ones_bits_until_the_first_replay() -> None:
+    x, graph = torch.arange(3), EmulatedGraph()
+    with record(graph):
+        y, z, uninitialised = x + 1, x.float(), torch.empty(2, dtype=torch.int32)
+    assert y.tolist() == [-1, -1, -1]
+    assert z.isnan().all()
+    assert uninitialised.tolist() == [-1, -1]
+    graph.replay()
+    assert y.tolist() == [1, 2, 3]
+    assert z.tolist() == [0, 1, 2]
+    assert uninitialised.tolist() == [-1, -1]
+
+
+def test_a_replay_that_needs_a_freed_storage_says_so_and_runs_nothing() -> None:
+    kept, freed, graph = torch.zeros(2), torch.ones(2), EmulatedGraph()
+    with record(graph):
+        kept.add_(1)
+        kept.mul_(freed)
+    graph.replay()
+    assert kept.tolist() == [1, 1]
+    del freed
+    with pytest.raises(RuntimeError, match=r"replay of aten.mul_.Tensor needs .* 8 bytes .* was freed"):
+        graph.replay()
+    assert kept.tolist() == [1, 1]
+
+
+def test_a_view_that_is_kept_keeps_the_storage() -> None:
+    base, graph = torch.arange(4), EmulatedGraph()
+    with record(graph):
+        y = base[:2] + 1
+    view = base[3:]
+    del base
+    graph.replay()
+    assert y.tolist() == [1, 2]
+    del view
+    with pytest.raises(RuntimeError, match="was freed"):
+        graph.replay()
+
+
+def test_a_replay_that_needs_a_moved_storage_says_so() -> None:
+    x, graph = torch.ones(2), EmulatedGraph()
+    with record(graph):
+        y = x + 1
+    graph.replay()
+    x.resize_(1 << 16)
+    with pytest.raises(RuntimeError, match=r"resized or moved"):
+        graph.replay()
+    assert y.tolist() == [2, 2]
+
+
+def test_storages_born_in_a_capture_live_as_long_as_the_graph() -> None:
+    x, graph = torch.ones(3), EmulatedGraph()
+    with record(graph):
+        between = x + 1
+        y = between * 2
+    storage = StorageWeakRef(between.untyped_storage())
+    del between
+    graph.replay()
+    assert y.tolist() == [4, 4, 4]
+    assert not storage.expired()
+    graph.reset()
+    assert storage.expired()
+
+
+def test_a_second_graph_does_not_keep_the_results_of_the_first() -> None:
+    x, first, second = torch.ones(2), EmulatedGraph(), EmulatedGraph()
+    with record(first):
+        y = x + 1
+    with record(second):
+        z = y + 1
+    del y
+    first.replay()
+    second.replay()
+    assert z.tolist() == [3, 3]
+    del first
+    with pytest.raises(RuntimeError, match="was freed"):
+        second.replay()
+
+
+def test_a_graph_is_collected_without_a_garbage_collection() -> None:
+    x, graph = torch.ones(2), EmulatedGraph()
+    with record(graph):
+        x.add_(1)
+    alive = weakref.ref(graph)
+    gc.disable()
+    try:
+        del graph
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_graphs_are_told_apart_by_identity() -> None:
+    first, second = EmulatedGraph(), EmulatedGraph()
+    assert first != second
+    assert len({first, second, first}) == 2
+
+
+# User objects and ids.
+
+
+def test_a_user_object_fires_once_when_its_graph_is_reset() -> None:
+    fired: list[int] = []
+    graph, x = EmulatedGraph(), torch.zeros(1)
+    with record(graph):
+        watch_current_capture(lambda: fired.append(1))
+        watch_current_capture(lambda: fired.append(2))
+        x.add_(1)
+    graph.replay()
+    assert fired == []
+    graph.reset()
+    assert fired == [1, 2]
+    graph.reset()
+    with record(graph):
+        x.add_(1)
+    del graph
+    gc.collect()
+    assert fired == [1, 2]
+
+
+def test_a_user_object_fires_once_when_its_graph_is_collected() -> None:
+    fired: list[int] = []
     graph = EmulatedGraph()
     with record(graph):
-        y = x * 2
-    x.fill_(5)
+        watch_current_capture(lambda: fired.append(1))
+    cycle: list[Any] = [graph]
+    cycle.append(cycle)
+    del graph, cycle
+    gc.collect()
+    assert fired == [1]
+
+
+def test_a_user_object_finds_its_graph_already_empty() -> None:
+    x, graph = torch.ones(1), EmulatedGraph()
+    seen: list[bool] = []
+    with record(graph):
+        y = x + 1
+        storage = StorageWeakRef(y.untyped_storage())
+        watch_current_capture(lambda: seen.append(storage.expired()))
+    del y
+    graph.reset()
+    assert seen == [True]
+
+
+def test_a_user_object_needs_a_capture() -> None:
+    with pytest.raises(RuntimeError, match="needs a capture"):
+        watch_current_capture(print)
+
+
+def test_capture_ids_are_unique_and_seen_by_the_recording_thread_only() -> None:
+    graph, seen_elsewhere = EmulatedGraph(), []
+    assert current_capture_id() == graph.capture_id == 0
+    with record(graph):
+        first = current_capture_id()
+        worker = threading.Thread(target=lambda: seen_elsewhere.append(current_capture_id()))
+        worker.start()
+        worker.join()
+    assert first > 0
+    assert seen_elsewhere == [0]
+    assert graph.capture_id == first
+    assert current_capture_id() == 0
+    graph.reset()
+    assert graph.capture_id == 0
+    with record(graph):
+        assert current_capture_id() > first
+
+
+def test_two_threads_record_at_once_each_its_own_ops() -> None:
+    x = [torch.zeros(1), torch.zeros(1)]
+    graphs = [EmulatedGraph(), EmulatedGraph()]
+    both_record = threading.Barrier(2, timeout=10)
+
+    def work(index: int) -> None:
+        with record(graphs[index]):
+            both_record.wait()
+            for _ in range(index + 1):
+                x[index].add_(1)
+            both_record.wait()
+
+    workers = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [graph.num_ops for graph in graphs] == [1, 2]
+    for graph in graphs:
+        graph.replay()
+    assert [int(tensor) for tensor in x] == [1, 2]
+
+
+# What is recorded, and how it replays.
+
+
+def test_a_replay_makes_no_call_into_the_code_that_was_captured() -> None:
+    x, graph = torch.ones(3), EmulatedGraph()
+
+    def model() -> torch.Tensor:
+        return torch.nn.functional.layer_norm(x * 2 + 1, (3,))
+
+    def calls_into_this_file(run: Any) -> list[str]:
+        calls = []
+
+        def profile(frame: FrameType, event: str, _: object) -> None:
+            if event == "call" and frame.f_code.co_filename == __file__:
+                calls.append(frame.f_code.co_name)
+
+        sys.setprofile(profile)
+        try:
+            run()
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    with record(graph):
+        model()
+    assert calls_into_this_file(model) == ["model"]
+    assert calls_into_this_file(graph.replay) == []
+
+
+def test_views_cost_no_op() -> None:
+    x, graph = torch.zeros(2, 3), EmulatedGraph()
+    with record(graph):
+        x.t().reshape(3, 2)[1:].unsqueeze(0).expand(4, 2, 2).detach().select(0, 1).add_(1)
+        torch.empty(3).view(1, 3)
+    assert graph.num_ops == 1
+
+
+def test_ops_that_change_a_shape_in_place_work() -> None:
+    graph, x = EmulatedGraph(), torch.arange(6.0)
+    with record(graph):
+        y = (x + 1).view(2, 3).clone()
+        y.t_().unsqueeze_(0)
+        z = y * 1
+        out = torch.empty(0)
+        torch.add(x, 1, out=out)
     graph.replay()
-    assert y.tolist() == [10, 10, 10]
+    assert z.tolist() == [[[1, 4], [2, 5], [3, 6]]]
+    assert out.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_constants_made_of_python_values_are_frozen() -> None:
+    x, graph = torch.arange(4.0), EmulatedGraph()
+    values = numpy.array([1.0, 2.0], dtype=numpy.float32)
+    picks = [0, 2]
+    with record(graph):
+        from_array = torch.as_tensor(values) * 1
+        from_list = torch.tensor([3.0, 4.0])
+        picked = x[picks]
+        from_list.add_(1)
+    assert values.tolist() == [1, 2], "recording writes nothing into an array of the host"
+    picks[0] = 3
+    for _ in range(2):
+        graph.replay()
+        assert from_array.tolist() == [1, 2]
+        assert from_list.tolist() == [4, 5], (
+            "a replay starts from the constant, not from what the last one left"
+        )
+        assert picked.tolist() == [0, 2]
+
+
+def test_a_module_with_batch_statistics_updates_them_in_replays_only() -> None:
+    norm, x, graph = torch.nn.BatchNorm1d(2), torch.tensor([[1.0, 2.0], [3.0, 6.0]]), EmulatedGraph()
+    with torch.no_grad(), record(graph):
+        norm(x)
+    assert norm.running_mean.tolist() == [0, 0]
+    graph.replay()
+    assert norm.running_mean.tolist() == pytest.approx([0.2, 0.4])
+    assert norm.num_batches_tracked.item() == 1
+
+
+def test_a_recording_draws_no_random_number_and_a_seed_makes_a_replay_repeat() -> None:
+    graph = EmulatedGraph()
+    torch.manual_seed(0)
+    expected = torch.rand(4)
+    torch.manual_seed(0)
+    with record(graph):
+        x = torch.rand(4)
+        dropped = torch.nn.functional.dropout(x, 0.5)
+        drawn = torch.randint(9, (3,), generator=torch.default_generator)
+    graph.replay()
+    assert torch.equal(x, expected)
+    assert dropped.shape == x.shape
+    assert 0 <= int(drawn.min()) <= int(drawn.max()) < 9
+
+
+def test_garbage_indices_fault_in_a_replay_and_not_while_recording() -> None:
+    table, index, graph = torch.arange(4), torch.full((2,), 0x7F7F7F7F), EmulatedGraph()
+    with record(graph):
+        y = table[index]
+    with pytest.raises(IndexError):
+        graph.replay()
+    index.fill_(3)
+    graph.replay()
+    assert y.tolist() == [3, 3]
+
+
+def test_what_is_unrecorded_runs_at_once() -> None:
+    x, graph = torch.zeros(2), EmulatedGraph()
+    with record(graph):
+        with unrecorded():
+            x.add_(1)
+            assert x.tolist() == [1, 1]
+            capture_id = current_capture_id()
+        x.add_(1)
+    assert capture_id == graph.capture_id
+    assert graph.num_ops == 1
+    graph.replay()
+    assert x.tolist() == [2, 2]
+
+
+# Launches that the dispatcher does not see.
+
+
+def _scale_rows(output: torch.Tensor, tensors: dict[str, Any], factors: list[float]) -> None:
+    """A kernel on raw memory."""
+    output.numpy()[:] = tensors["x"].numpy() * factors[0]
+
+
+def test_a_launch_runs_at_once_when_nothing_records() -> None:
+    x, y = torch.ones(2), torch.zeros(2)
+    launch(_scale_rows, y, {"x": x}, [3.0], writes=[y])
+    assert y.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_recorded_launch_replays_on_changed_input_with_frozen_numbers(mode: str) -> None:
+    with MODES[mode]():
+        x, y, factors, graph = torch.ones(2), torch.zeros(2), [3.0], EmulatedGraph()
+        with record(graph):
+            launch(_scale_rows, y, {"x": x + 1}, factors, reads=[x], writes=[y])
+            z = y + 1
+        assert y.tolist() == [0, 0]
+        factors[0] = 100.0
+        x.copy_(torch.tensor([1.0, 4.0]))
+    graph.replay()
+    assert y.tolist() == [6, 15]
+    assert z.tolist() == [7, 16]
+    assert graph.num_ops == 3
+
+
+@pytest.mark.parametrize("how", ["argument", "reads", "writes"])
+def test_a_launch_does_not_keep_its_tensors_and_says_when_one_is_gone(how: str) -> None:
+    x, graph, runs = torch.ones(2), EmulatedGraph(), []
+    with record(graph):
+        if how == "argument":
+            launch(lambda tensor: runs.append(tensor.tolist()), x)
+        else:
+            launch(lambda: runs.append(1), **{how: [x]})
+    graph.replay()
+    assert len(runs) == 1
+    del x
+    with pytest.raises(RuntimeError, match=r"lambda.*was freed"):
+        graph.replay()
+    assert len(runs) == 1
+
+
+def test_importing_the_testing_package_imports_no_torch() -> None:
+    code = "import sys, planlife.testing; assert 'torch' not in sys.modules; planlife.testing.EmulatedGraph()"
+    subprocess.run([sys.executable, "-c", code], check=True)

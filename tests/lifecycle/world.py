@@ -127,7 +127,7 @@ class World:
 
 
 def row_errors(output: torch.Tensor, expected: torch.Tensor, query_length: int = 1) -> torch.Tensor:
-    """float64[rows]: ||output - expected|| / ||expected||, NaN where the output has one; empty rows must be exact zeros."""
+    """float64[rows]: ||output - expected|| / ||expected||, NaN where the output has one; an empty row must be zeros."""
     rows = output.shape[0] // query_length
     found = output.double().reshape(rows, -1)
     wanted = expected.reshape(expected.shape[0] // query_length, -1)

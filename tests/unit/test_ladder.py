@@ -18,9 +18,7 @@ BUILDERS = {
     "powers_of_two": CapacityLadder.powers_of_two,
     "geometric": CapacityLadder.geometric,
     "geometric_by_2": lambda max_rows: CapacityLadder.geometric(max_rows, growth=2),
-    "from_capture_sizes": lambda max_rows: CapacityLadder.from_capture_sizes(
-        [64, 1, 2, 96, 8, 8, 512], max_rows
-    ),
+    "from_capture_sizes": lambda max_rows: CapacityLadder.from_capture_sizes([64, 1, 2, 96, 8, 8, 512], max_rows),
     "from_no_capture_sizes": lambda max_rows: CapacityLadder.from_capture_sizes([], max_rows),
     "fit": lambda max_rows: CapacityLadder.fit([max_rows, *range(1, max_rows, 7)], 4),
 }
@@ -107,11 +105,7 @@ def test_a_geometric_ladder_pads_no_count_beyond_growth_and_no_class_could_be_sp
 
 
 def test_geometric_grows_by_a_quarter_unless_told():
-    assert (
-        CapacityLadder.geometric(100)
-        == CapacityLadder.geometric(100, 1.25)
-        != CapacityLadder.geometric(100, 1.5)
-    )
+    assert CapacityLadder.geometric(100) == CapacityLadder.geometric(100, 1.25) != CapacityLadder.geometric(100, 1.5)
 
 
 @pytest.mark.parametrize("growth", [1, 1.0, 0.5, 0, -2, math.nan, math.inf, True, "2", None])
@@ -162,9 +156,7 @@ def test_fit_pads_as_little_as_the_best_of_all_ladders():
     for _ in range(1000):
         num_counts = chance.randint(1, 9)
         histogram = {
-            chance.randint(1, chance.choice([12, 1000])): chance.choice(
-                [0, 0, 1, 2, chance.randint(0, 10**6)]
-            )
+            chance.randint(1, chance.choice([12, 1000])): chance.choice([0, 0, 1, 2, chance.randint(0, 10**6)])
             for _ in range(num_counts)
         }
         num_classes = chance.randint(1, 10)
@@ -180,10 +172,7 @@ def test_fit_takes_row_counts_as_well_as_a_histogram():
     for num_classes in range(1, 7):
         fitted = CapacityLadder.fit(histogram, num_classes)
         assert CapacityLadder.fit(iter(counts), num_classes) == fitted
-        assert (
-            CapacityLadder.fit({rows: 0.1 * weight for rows, weight in histogram.items()}, num_classes)
-            == fitted
-        )
+        assert CapacityLadder.fit({rows: 0.1 * weight for rows, weight in histogram.items()}, num_classes) == fitted
 
 
 def test_fit_weighs_floats_without_rounding():
@@ -237,6 +226,4 @@ def test_fitting_costs_time_in_proportion_to_the_counts_not_to_their_square():
         CapacityLadder.fit(histogram, 8)
         return time.process_time() - start
 
-    assert seconds(32_768) < 40 * min(
-        seconds(4_096) for _ in range(3)
-    )  # 8x the counts: 8 if linear, 64 if squared
+    assert seconds(32_768) < 40 * min(seconds(4_096) for _ in range(3))  # 8x the counts: 8 if linear, 64 if squared

@@ -274,10 +274,7 @@ def test_a_file_without_line_ends_is_refused_before_it_is_read_whole(tmp_path):
 
 
 def test_the_shipped_sample_is_what_its_script_writes(monkeypatch, tmp_path):
-    namespace: dict[str, object] = {
-        "__name__": "make_sample_trace",
-        "__file__": str(REPOSITORY / "scripts" / "x"),
-    }
+    namespace: dict[str, object] = {"__name__": "make_sample_trace", "__file__": str(REPOSITORY / "scripts" / "x")}
     exec((REPOSITORY / "scripts" / "make_sample_trace.py").read_text(), namespace)
     shipped = REPOSITORY / "planlife" / "demo" / "sample_trace.csv"
     namespace["SAMPLE"] = tmp_path / "again.csv"
@@ -298,9 +295,7 @@ def full_traces() -> Path | None:
     return beside if beside.is_dir() else None
 
 
-@pytest.mark.skipif(
-    full_traces() is None, reason="full traces: set PLANLIFE_TRACES to the directory that holds them"
-)
+@pytest.mark.skipif(full_traces() is None, reason="full traces: set PLANLIFE_TRACES to the directory that holds them")
 @pytest.mark.parametrize(
     ("name", "num_requests", "last"),
     [

@@ -1,0 +1,137 @@
+"""The commands of `planlife`. Only this module and `cli` print; what they print is made elsewhere."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .errors import ConfigError, PlanlifeError
+
+_BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*(?:([kmgt])(i?))?b?", re.ASCII | re.IGNORECASE)
+
+
+def byte_count(text: str) -> int:
+    """4096, 512KiB, 3MiB, 1.5GB -> bytes. KiB, MiB, ... are powers of 1024; kB, MB, ... of 1000."""
+    match = _BYTES.fullmatch(text.strip())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is no number of bytes: write 4096, 512KiB, 3MiB or 1.5GB.")
+    number, letter, binary = match.groups()
+    exponent = "kmgt".index(letter.lower()) + 1 if letter else 0
+    return int(float(number) * (1024 if binary else 1000) ** exponent)
+
+
+class _Commands(click.Group):
+    """Turns what planlife raises on purpose into one line and an exit status."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PlanlifeError as error:
+            click.echo("planlife: " + " ".join(str(error).split()), err=True)
+            ctx.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+@click.group(cls=_Commands)
+@click.version_option(package_name="planlife")
+def planlife() -> None:
+    """Owns the life of GPU work plans for paged decode."""
+
+
+@planlife.command()
+@click.option(
+    "--style",
+    type=click.Choice(["before-replay", "in-graph"]),
+    default="before-replay",
+    show_default=True,
+    help="Where plan_for is called: before each replay, or recorded inside the graph.",
+)
+@click.option(
+    "--trace",
+    "trace_path",
+    type=click.Path(),
+    metavar="FILE",
+    help="A request trace to serve, CSV or JSON Lines, plain or gzip; a packaged sample unless given.",
+)
+@click.option("--steps", "max_steps", type=int, metavar="N", help="Engine steps to serve at most.")
+@click.option("--seed", type=int, metavar="N", help="Seed of queries, keys, values and draft acceptance.")
+@click.option("--layers", "num_layers", type=int, metavar="N", help="Attention layers of the toy model.")
+@click.option(
+    "--budget",
+    "budget_bytes",
+    type=byte_count,
+    metavar="BYTES",
+    help="Budget for plans and scratch, such as 3MiB; their worst case unless given.",
+)
+@click.pass_context
+def demo(ctx: click.Context, /, **options: Any) -> None:
+    """Serve a request trace on this machine and compare every output with dense attention.
+
+    Exit status: 0 all outputs right and nothing compiled while serving, 1 otherwise, 2 bad input.
+    """
+    from .demo import DemoConfig, run_demo
+
+    config = DemoConfig(**{name: value for name, value in options.items() if value is not None})
+    console = Console(markup=False, highlight=False)
+    bar = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task("starting", total=None)
+        result = run_demo(
+            config, progress=lambda done, total, text: bar.update(task, completed=done, total=total, description=text)
+        )
+    table = Table(show_header=False)
+    for label, value in result.rows():
+        table.add_row(label, value)
+    table.add_row("verdict", "ok" if result.ok else "NOT OK")
+    console.print(table)
+    if not result.ok:
+        ctx.exit(1)
+
+
+@planlife.group()
+def bench() -> None:
+    """Measure planlife on this machine."""
+
+
+@bench.command()
+@click.option("--batches", "num_batches", type=click.IntRange(min=30), default=51, show_default=True, metavar="N")
+@click.option("--calls", "calls_per_batch", type=click.IntRange(min=1), default=2000, show_default=True, metavar="N")
+def host(num_batches: int, calls_per_batch: int) -> None:
+    """Host time of a call on this CPU, without any kernel."""
+    from .bench import measure_host
+
+    table = Table(caption_justify="left")
+    table.add_column("call")
+    for heading in ("median us", "min us", "max us", "empty call us", "ratio"):
+        table.add_column(heading, justify="right")
+    figures = measure_host(num_batches=num_batches, calls_per_batch=calls_per_batch)
+    for figure in figures:
+        table.add_row(
+            figure.call,
+            f"{figure.median_us:.3f}",
+            f"{figure.min_us:.3f}",
+            f"{figure.max_us:.3f}",
+            f"{figure.yardstick_us:.3f}",
+            f"{figure.ratio:.1f}",
+        )
+    console = Console(markup=False, highlight=False)
+    console.print(table)
+    for figure in figures:
+        console.print(f"{figure.call}: {figure.included}")
+    console.print(
+        f"Per call, over {num_batches} batches of {calls_per_batch} calls, without gc. Empty call: "
+        "a method that does nothing with as many arguments, timed in turn with the call; its median. "
+        "Ratio: of the two medians."
+    )

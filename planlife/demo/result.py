@@ -1,0 +1,101 @@
+"""What a demo run measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..report import MemoryReport
+
+
+@dataclass
+class StepCounts:
+    """What ran. replayed, eager, fallback and dummy add up to the steps."""
+
+    replayed: int = 0
+    eager: int = 0
+    fallback: int = 0
+    dummy: int = 0
+    dummy_replayed: int = 0
+    verify: int = 0
+    draft_passes: int = 0
+    draft_passes_replayed: int = 0
+    ubatch: int = 0
+    recaptured: int = 0
+    tokens: int = 0
+
+    @property
+    def steps(self) -> int:
+        return self.replayed + self.eager + self.fallback + self.dummy
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """One finished run. `report` is the manager's own at the end of serving, before it was closed."""
+
+    style: str
+    counts: StepCounts
+    report: MemoryReport
+    num_graphs: int
+    num_graphs_refused: int
+    num_requests: int
+    num_finished: int
+    num_clipped: int
+    kv_pool_bytes: int
+    num_rows_compared: int
+    num_mismatches: int
+    first_mismatch: str
+    largest_error: float
+    startup_seconds: float
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Outputs were compared, none was off, and serving compiled nothing."""
+        return (
+            self.num_rows_compared > 0
+            and self.num_mismatches == 0
+            and self.report.counters["compiles_after_seal"] == 0
+        )
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Label and value of each line of the final table."""
+        counts, report = self.counts, self.report
+        counters = report.counters
+        refused = f" ({self.num_graphs_refused} refused for lack of room)" if self.num_graphs_refused else ""
+        rows = [
+            ("capture style", self.style),
+            (
+                "graphs captured",
+                f"{self.num_graphs:,}{refused}, {counts.recaptured} captured again while serving",
+            ),
+            ("steps", f"{counts.steps:,}"),
+            ("steps replayed", f"{counts.replayed:,}"),
+            ("steps eager", f"{counts.eager:,}"),
+            ("steps on the fallback", f"{counts.fallback:,}"),
+            ("dummy steps", f"{counts.dummy:,} ({counts.dummy_replayed:,} replayed)"),
+            ("verify passes", f"{counts.verify:,}"),
+            ("draft passes", f"{counts.draft_passes:,} ({counts.draft_passes_replayed:,} replayed)"),
+            ("steps in two ubatches", f"{counts.ubatch:,}"),
+            ("tokens", f"{counts.tokens:,}"),
+            ("requests finished", f"{self.num_finished:,} of {self.num_requests:,}"),
+            ("requests folded or cut to fit", f"{self.num_clipped:,} of {self.num_requests:,}"),
+            ("mints", f"{counters['mints']:,}"),
+            ("compiles", f"{counters['compiles']:,}"),
+            ("compiles after seal", f"{counters['compiles_after_seal']:,}"),
+            ("refreshes", f"{counters['refreshes']:,}"),
+            ("refreshes skipped", f"{counters['refreshes_skipped']:,}"),
+            ("evictions", f"{counters['evictions']:,}"),
+            ("rematerialised", f"{counters['rematerialised']:,}"),
+            ("plan bytes resident", f"{report.resident_bytes:,}"),
+            ("plan bytes budget", f"{report.budget_bytes:,}"),
+            ("plan bytes worst case", f"{report.worst_case_bytes:,}"),
+            ("plan bytes peak", f"{report.peak_bytes:,}"),
+            ("KV pool bytes", f"{self.kv_pool_bytes:,}"),
+            ("output rows compared", f"{self.num_rows_compared:,}"),
+            ("largest relative error", f"{self.largest_error:.2e}"),
+            ("mismatches", f"{self.num_mismatches:,}"),
+            ("seconds", f"{self.seconds:.1f} ({self.startup_seconds:.1f} to start up)"),
+        ]
+        if self.first_mismatch:
+            rows.append(("first mismatch", self.first_mismatch))
+        return rows

@@ -1,0 +1,361 @@
+"""The demo engine: every output is right in both styles, and each thing it checks can fail."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from planlife import ConfigError, PlanManager, StalePlanError
+from planlife.demo import DemoConfig, DemoResult, engine, run_demo
+from planlife.demo.check import DenseCheck
+from planlife.demo.config import CAPTURE_ROWS, STYLES
+from planlife.demo.model import KVPool, StepBuffers
+from planlife.demo.scheduler import MAX_PROMPT_TOKENS, Running, TokenSource, arrivals_from_trace
+from planlife.trace import Request
+
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, DemoResult]:
+    return {style: run_demo(DemoConfig(style=style, max_steps=STEPS)) for style in STYLES}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_output_of_a_run_equals_dense_attention(results: dict[str, DemoResult], style: str) -> None:
+    result = results[style]
+
+    assert result.num_mismatches == 0, result.first_mismatch
+    assert result.num_rows_compared > 1000
+    assert 0 < result.largest_error < 1e-2
+    assert result.ok
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_short_run_meets_every_kind_of_step(results: dict[str, DemoResult], style: str) -> None:
+    counts = results[style].counts
+
+    assert counts.steps == counts.replayed + counts.eager + counts.fallback + counts.dummy == STEPS
+    assert counts.fallback == 0
+    for kind in ("replayed", "eager", "dummy", "dummy_replayed", "verify", "ubatch", "recaptured", "tokens"):
+        assert getattr(counts, kind) > 0, kind
+    assert 0 < counts.dummy_replayed < counts.dummy
+    assert 0 < counts.draft_passes_replayed < counts.draft_passes
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_figures_are_the_managers_own(results: dict[str, DemoResult], style: str) -> None:
+    result = results[style]
+    report = result.report
+    counters = report.counters
+    shown = dict(result.rows())
+
+    assert counters["compiles_after_seal"] == 0
+    assert counters["evictions"] > 0
+    assert counters["rematerialised"] > 0
+    assert 0 < report.resident_bytes <= report.peak_bytes <= report.worst_case_bytes == report.budget_bytes
+    assert report.num_graphs > 0
+    assert shown["plan bytes resident"] == f"{report.resident_bytes:,}"
+    assert shown["refreshes"] == f"{counters['refreshes']:,}"
+    assert shown["mismatches"] == "0"
+    assert "first mismatch" not in shown
+
+
+def test_a_run_repeats_itself_exactly() -> None:
+    first, second = (run_demo(DemoConfig(max_steps=10, seed=3)) for _ in range(2))
+
+    assert first.counts == second.counts
+    assert first.largest_error == second.largest_error
+    assert first.report.counters == second.report.counters
+
+
+def test_progress_starts_at_one_never_falls_and_ends_at_the_total() -> None:
+    calls: list[tuple[int, int, str]] = []
+
+    run_demo(DemoConfig(max_steps=5), progress=lambda *call: calls.append(call))
+
+    done = [call[0] for call in calls]
+    assert done[0] == 1
+    assert done == sorted(done)
+    assert done[-1] == calls[-1][1]
+    assert len({call[1] for call in calls}) == 1
+    assert any("captured decode/12" in text for _, _, text in calls)
+    assert any("step 0" in text for _, _, text in calls)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_budget_too_small_for_all_graphs_still_serves_everything_right(style: str) -> None:
+    with PlanManager(
+        engine.site_specs(), ladder=engine.CapacityLadder(engine.LADDER_ROWS), device="cpu", ubatches=2
+    ) as manager:
+        budget_bytes = manager.min_budget_bytes()
+
+    result = run_demo(DemoConfig(style=style, max_steps=24, budget_bytes=budget_bytes))
+
+    assert result.ok, result.first_mismatch
+    assert result.num_graphs_refused > 0
+    assert result.counts.fallback + result.counts.eager > 0
+    assert result.report.peak_bytes <= budget_bytes < result.report.worst_case_bytes
+
+
+def _eager_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "CAPTURE_ROWS", dict.fromkeys(CAPTURE_ROWS, ()))
+
+
+def _serve_the_previous_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A builder that plans a row count once and then hands out what it has."""
+    plan_for = PlanManager.plan_for
+    previous: dict[tuple[Any, ...], Any] = {}
+
+    def stale_plan_for(self: PlanManager, step: Any) -> Any:
+        key = (step.key, len(step.context_lens), step.dummy)
+        if key not in previous:
+            previous[key] = plan_for(self, step)
+        return previous[key]
+
+    monkeypatch.setattr(PlanManager, "plan_for", stale_plan_for)
+
+
+def test_a_stale_plan_shows_as_a_mismatch_where_nothing_guards_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _eager_only(monkeypatch)
+    control = run_demo(DemoConfig(max_steps=12))
+    _serve_the_previous_plan(monkeypatch)
+
+    result = run_demo(DemoConfig(max_steps=12))
+
+    assert control.ok
+    assert control.counts.replayed == 0
+    assert result.num_mismatches > 0
+    assert not result.ok
+    assert dict(result.rows())["first mismatch"] == result.first_mismatch != ""
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_stale_plan_is_refused_where_a_graph_would_replay_it(
+    monkeypatch: pytest.MonkeyPatch, style: str
+) -> None:
+    _serve_the_previous_plan(monkeypatch)
+
+    with pytest.raises(StalePlanError):
+        run_demo(DemoConfig(style=style, max_steps=12))
+
+
+@pytest.mark.parametrize("only", ["eager", "replayed"])
+def test_one_wrong_output_row_is_found(monkeypatch: pytest.MonkeyPatch, only: str) -> None:
+    if only == "eager":
+        _eager_only(monkeypatch)
+    pa_decode = PlanManager.pa_decode
+
+    def corrupt(self: PlanManager, plan: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+        pa_decode(self, plan, output, *args, **kwargs)
+        if plan.site == "window" and plan.ubatch == 1:
+            output[0, -1, -1].add_(0.5)
+        return output
+
+    monkeypatch.setattr(PlanManager, "pa_decode", corrupt)
+
+    result = run_demo(DemoConfig(max_steps=12))
+
+    assert not result.ok
+    assert 0 < result.num_mismatches <= result.counts.ubatch
+    assert "ubatch window/ub1, output row 0 of" in result.first_mismatch
+
+
+def test_a_padded_row_that_is_not_zero_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    pa_decode = PlanManager.pa_decode
+
+    def corrupt(self: PlanManager, plan: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+        pa_decode(self, plan, output, *args, **kwargs)
+        if plan.site == "draft" and output.shape[0] == 4:
+            output[3:].add_(1e-6)
+        return output
+
+    monkeypatch.setattr(PlanManager, "pa_decode", corrupt)
+
+    result = run_demo(DemoConfig(max_steps=6))
+
+    assert "padding" in result.first_mismatch
+    assert not result.ok
+
+
+def test_a_class_that_was_forgotten_in_the_warm_up_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Forgetful(PlanManager):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, on_miss="mint", **kwargs)
+
+        def warm(self, rows: Any = None) -> None:
+            super().warm(1)
+
+    monkeypatch.setattr(engine, "PlanManager", Forgetful)
+    _eager_only(monkeypatch)
+
+    result = run_demo(DemoConfig(max_steps=12))
+
+    assert result.report.counters["compiles_after_seal"] > 0
+    assert result.num_mismatches == 0
+    assert not result.ok
+
+
+def test_a_run_that_compared_nothing_is_not_ok(results: dict[str, DemoResult]) -> None:
+    good = results["in-graph"]
+
+    assert not dataclasses.replace(good, num_rows_compared=0).ok
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"style": "piecewise"}, "style"),
+        ({"max_steps": 0}, "max_steps"),
+        ({"max_steps": True}, "max_steps"),
+        ({"seed": -1}, "seed"),
+        ({"num_layers": 1}, "num_layers"),
+        ({"budget_bytes": 0}, "budget_bytes"),
+        ({"memory_bytes": 0}, "memory_bytes"),
+        ({"trace_path": 7}, "trace_path"),
+        ({"device": 0}, "device"),
+    ],
+)
+def test_a_config_that_can_never_work_is_refused_by_name(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        DemoConfig(**change)
+
+
+def test_a_memory_that_leaves_no_room_for_the_kv_pool_is_refused_before_anything_is_allocated() -> None:
+    progress: list[str] = []
+
+    with pytest.raises(ConfigError, match="memory_bytes to at least"):
+        run_demo(DemoConfig(memory_bytes=1 << 20), progress=lambda done, total, text: progress.append(text))
+
+    assert progress == []
+
+
+def test_requests_that_are_too_long_are_folded_and_counted() -> None:
+    requests = [
+        Request(0.0, 10, 5),
+        Request(1.0, MAX_PROMPT_TOKENS, 64),
+        Request(2.0, MAX_PROMPT_TOKENS + 1, 5),
+        Request(3.0, 0, 0),
+        Request(4.0, 3 * MAX_PROMPT_TOKENS + 7, 1000),
+    ]
+
+    arrivals, num_clipped = arrivals_from_trace(requests, max_steps=100)
+
+    assert [arrival.prompt_tokens for arrival in arrivals] == [10, MAX_PROMPT_TOKENS, 1, 1, 7]
+    assert [arrival.output_tokens for arrival in arrivals] == [5, 64, 5, 1, 64]
+    assert num_clipped == 2
+    assert [arrival.step for arrival in arrivals] == sorted(arrival.step for arrival in arrivals)
+
+
+def test_requests_that_all_arrive_at_once_are_all_served() -> None:
+    arrivals, _ = arrivals_from_trace([Request(0.0, 8, 4)] * 3, max_steps=100)
+
+    assert [arrival.step for arrival in arrivals] == [0.0, 0.0, 0.0]
+
+
+def test_an_idle_gap_is_served_as_dummies_and_then_skipped(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = tmp_path / "gap.csv"
+    trace.write_text("timestamp_ms,input_tokens,output_tokens\n0,20,2\n900000,20,2\n")
+    texts: list[str] = []
+
+    result = run_demo(
+        DemoConfig(max_steps=40, trace_path=trace), progress=lambda done, total, text: texts.append(text)
+    )
+
+    kinds = [text.split()[2].rstrip(",") for text in texts if text.startswith("step")]
+    gap = kinds.index("dummy")
+    assert gap > 0
+    assert kinds[gap : gap + 2] == ["dummy", "dummy"]
+    assert kinds[gap + 2] != "dummy"
+    assert result.num_finished == 2
+    assert result.ok
+    assert texts[-1] == "served"
+
+
+def _dims() -> dict[str, int]:
+    return {"num_cache_rows": 3, "max_context_tokens": 40, "num_kv_heads": 2, "head_dim": 4}
+
+
+def _check_with_history() -> tuple[DenseCheck, torch.Tensor, torch.Tensor]:
+    check = DenseCheck(num_layers=2, **_dims())
+    generator = torch.Generator().manual_seed(0)
+    key, value = (torch.randn(80, 2, 4, generator=generator).bfloat16() for _ in range(2))
+    rows = torch.tensor([0] * 40 + [2] * 40)
+    check.record(1, rows, torch.arange(40).repeat(2), key, value)
+    return check, key.double().view(2, 40, 2, 4), value.double().view(2, 40, 2, 4)
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_the_comparison_itself_agrees_with_attention_written_out(window: int) -> None:
+    check, key, value = _check_with_history()
+    lens, query_length = (33, 4), 3
+    query = torch.randn(6, 6, 4, generator=torch.Generator().manual_seed(1)).bfloat16()
+    wanted = torch.zeros(6, 6, 4, dtype=torch.float64)
+    for token in range(6):
+        row, p = divmod(token, query_length)
+        end = lens[row] - query_length + 1 + p
+        begin = max(0, end - window) if window else 0
+        for head in range(6):
+            k, v = (cache[row, begin:end, head // 3] for cache in (key, value))
+            weights = (k @ query[token, head].double() / 4**0.5).exp()
+            wanted[token, head] = (weights[:, None] * v).sum(0) / weights.sum()
+
+    def compare(output: Any) -> int:
+        before = check.num_mismatches
+        check.compare("here", 1, output, query, cache_rows=(0, 2), context_lens=lens, window_tokens=window)
+        return check.num_mismatches - before
+
+    assert compare(wanted) == 0
+    assert check.largest_error < 1e-12
+    assert compare(wanted + 0.1) == 6
+    one_off = wanted.clone()
+    one_off[4, 2] = torch.nan
+    assert compare(one_off) == 1
+    assert check.num_rows_compared == 18
+
+
+def _pool() -> KVPool:
+    return KVPool(num_layers=1, num_pages=6, device="cpu")
+
+
+def test_pages_are_recycled_oldest_first_and_hold_nan_while_nobody_owns_them() -> None:
+    pool = _pool()
+    pages = pool.allocate(2)
+    ones = torch.ones(2, 2, 32, dtype=torch.bfloat16)
+    pool.write(0, torch.tensor([pages[0] * 16, pages[1] * 16]), ones, ones)
+    assert not pool.key[0, pages[0], 0].isnan().any()
+
+    pool.release(pages)
+
+    assert pages == [1, 2]
+    assert pool.key.isnan().all()
+    assert pool.value.isnan().all()
+    assert pool.allocate(4) == [3, 4, 5, 1]
+    with pytest.raises(RuntimeError, match="2 KV pages asked for, 1 of 6 free"):
+        pool.allocate(2)
+
+
+def test_rows_behind_a_batch_have_no_length_and_whatever_tables_were_there() -> None:
+    def request(tokens: int, pages: list[int]) -> Running:
+        return Running(0, tokens, 1, len(pages), 0, pages)
+
+    source = TokenSource(0)
+    buffers = StepBuffers(num_rows=3, query_length=1, num_calls=2, device="cpu")
+    buffers.load(source.batch([request(3, [5]), request(17, [2, 4])], num_calls=2, query_length=1))
+    buffers.load(source.batch([request(16, [1, 3])], num_calls=2, query_length=1))
+
+    assert buffers.context_lens.tolist() == [17, 0, 0]
+    assert buffers.block_tables[0, :3].tolist() == [1, 3, -1]
+    assert buffers.block_tables[1, :2].tolist() == [2, 4]
+    assert buffers.slots.tolist() == [[3 * 16, 0, 0]] * 2
+    assert not buffers.query[:, 0].isnan().any()
+    assert buffers.query[:, 1:].isnan().all()
+    assert buffers.output.isnan().all()
+    assert torch.equal(buffers.active, torch.tensor([1, 0, 0], dtype=torch.int32))
