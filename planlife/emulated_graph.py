@@ -105,9 +105,16 @@ def launch(
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """What this thread does inside runs at once and is not recorded, as on another stream in relaxed mode."""
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-        yield
+    """What this thread does inside runs at once and is not recorded, as on another stream in relaxed mode.
+
+    `current_capture_id()` does not change.
+    """
+    recorder, _thread.recorder = _thread.recorder, None
+    try:
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            yield
+    finally:
+        _thread.recorder = recorder
 
 
 @contextmanager

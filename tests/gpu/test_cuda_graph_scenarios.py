@@ -44,8 +44,6 @@ def test_what_the_emulation_refuses_cuda_refuses_too(name: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError), _record(graph):
         REFUSED[name](x)
-    with pytest.raises(RuntimeError):
-        graph.replay()
     graph = torch.cuda.CUDAGraph()
     with _record(graph):
         total.add_(1)

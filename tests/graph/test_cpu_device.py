@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,7 +135,7 @@ def test_a_watched_capture_arrives_in_the_queue_when_its_graph_goes(device: CpuD
     graphs = [device.new_graph() for _ in range(3)]
     for graph in graphs:
         with device.record(graph, pool=None, capture_error_mode="thread_local"):
-            ids.append(device.watch_capture(queue))
+            ids.append(device.watch_capture(queue, None))
             assert ids[-1] == device.capture_id()
     assert device.capture_id() == 0
     assert not queue
@@ -148,14 +149,29 @@ def test_a_watched_capture_arrives_in_the_queue_when_its_graph_goes(device: CpuD
 def test_a_watched_capture_that_fails_arrives_in_the_queue_at_once(device: CpuDevice) -> None:
     queue, graph = ReleaseQueue(), device.new_graph()
     with pytest.raises(ZeroDivisionError), device.record(graph):  # noqa: PT012
-        capture_id = device.watch_capture(queue)
+        capture_id = device.watch_capture(queue, None)
         raise ZeroDivisionError
     assert list(queue) == [capture_id]
 
 
+def test_what_a_capture_must_keep_lives_until_its_graph_goes(device: CpuDevice) -> None:
+    class Pinned:
+        pass
+
+    queue, graph, pinned = device.release_queue(), device.new_graph(), Pinned()
+    alive = weakref.ref(pinned)
+    with device.record(graph):
+        device.watch_capture(queue, pinned)
+    del pinned
+    assert alive() is not None
+    device.reset(graph)
+    assert alive() is None
+    assert len(queue) == 1
+
+
 def test_watching_needs_a_capture(device: CpuDevice) -> None:
     with pytest.raises(RuntimeError, match="needs a capture"):
-        device.watch_capture(ReleaseQueue())
+        device.watch_capture(device.release_queue(), None)
 
 
 def test_flags_are_read_and_zeroed_also_while_recording(device: CpuDevice) -> None:

@@ -430,9 +430,7 @@ def test_constants_made_of_python_values_are_frozen() -> None:
     for _ in range(2):
         graph.replay()
         assert from_array.tolist() == [1, 2]
-        assert from_list.tolist() == [4, 5], (
-            "a replay starts from the constant, not from what the last one left"
-        )
+        assert from_list.tolist() == [4, 5], "a replay starts from the constant, not from what the last one left"
         assert picked.tolist() == [0, 2]
 
 
@@ -473,17 +471,21 @@ def test_garbage_indices_fault_in_a_replay_and_not_while_recording() -> None:
 
 
 def test_what_is_unrecorded_runs_at_once() -> None:
-    x, graph = torch.zeros(2), EmulatedGraph()
+    x, other, graph = torch.zeros(2), EmulatedGraph(), EmulatedGraph()
+    with record(other):
+        x.add_(1)
     with record(graph):
         with unrecorded():
             x.add_(1)
-            assert x.tolist() == [1, 1]
+            launch(torch.Tensor.add_, x, 1)
+            other.replay()
+            assert x.tolist() == [3, 3]
             capture_id = current_capture_id()
         x.add_(1)
     assert capture_id == graph.capture_id
     assert graph.num_ops == 1
     graph.replay()
-    assert x.tolist() == [2, 2]
+    assert x.tolist() == [4, 4]
 
 
 # Launches that the dispatcher does not see.
