@@ -176,7 +176,9 @@ class _World:
         return torch.randn(tuple(shape), generator=self.generator)
 
     def batch(self, spec: PlanSpec, rows: int, ubatch: int = 0) -> _Batch:
-        query = torch.empty(rows * spec.query_length, spec.num_q_heads, spec.head_dim, dtype=getattr(torch, spec.q_dtype))
+        query = torch.empty(
+            rows * spec.query_length, spec.num_q_heads, spec.head_dim, dtype=getattr(torch, spec.q_dtype)
+        )
         return _Batch(
             spec, query, [torch.empty_like(query) for _ in range(_NUM_LAYERS)], self.block_tables[ubatch, :rows]
         )
@@ -203,9 +205,7 @@ class _World:
         spec = batch.spec
         keys, values = self.layers(spec)[layer]
         scale = spec.head_dim**-0.5
-        self.adapter.decode(
-            metadata, layer, batch.outputs[layer], batch.query, keys, values, batch.block_tables, scale
-        )
+        self.adapter.decode(metadata, layer, batch.outputs[layer], batch.query, keys, values, batch.block_tables, scale)
 
     def decode(self, metadata: Any, batch: _Batch) -> None:
         for layer in range(_NUM_LAYERS):
@@ -317,7 +317,9 @@ class _Run:
                 "one if its Step has an owner (a new object for each step), and micro-batches need a ubatch each."
             )
 
-    def check_lens(self, where: str, metadata: Any, lens: Sequence[int], rows: int, padding: Sequence[int]) -> list[int]:
+    def check_lens(
+        self, where: str, metadata: Any, lens: Sequence[int], rows: int, padding: Sequence[int]
+    ) -> list[int]:
         """The builder's lengths say what the step is; returns them, padded rows included."""
         buffer = self.adapter.context_lens(metadata)
         found: list[int] = buffer.tolist()
@@ -632,9 +634,7 @@ _SCENARIOS: dict[str, Callable[[_Run, int], None]] = {
 SCENARIOS = tuple(_SCENARIOS)
 
 
-def run_scenario(
-    name: str, factory: Callable[[], BuilderAdapter], *, num_steps: int = 72, seed: int = 0
-) -> None:
+def run_scenario(name: str, factory: Callable[[], BuilderAdapter], *, num_steps: int = 72, seed: int = 0) -> None:
     """Make a builder, run one of SCENARIOS on it, close it.
 
     Raises BuilderFailure where the builder breaks a rule, Unsupported where it has no such steps.

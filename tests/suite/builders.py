@@ -81,11 +81,7 @@ class Builder:
 
     def step(self, metadata: Metadata) -> Step:
         return Step(
-            metadata.lens,
-            owner=metadata,
-            revision=metadata.draft_pass,
-            ubatch=metadata.ubatch,
-            dummy=metadata.is_dummy,
+            metadata.lens, owner=metadata, revision=metadata.draft_pass, ubatch=metadata.ubatch, dummy=metadata.is_dummy
         )
 
     def decode(self, metadata: Metadata, layer: int, *call: Any) -> None:
