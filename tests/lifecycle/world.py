@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ BIG_ERROR = 1e-2  # relative, per row, BF16
 #: Where plan_for is called: before each replay, or inside the recording.
 BEFORE_REPLAY, IN_GRAPH = "before replay", "in graph"
 both_styles = pytest.mark.parametrize("style", [BEFORE_REPLAY, IN_GRAPH])
+
+Result = TypeVar("Result")
 
 
 class Owner:
@@ -146,6 +149,11 @@ class World:
     def record(self, g: Any, **options: Any) -> AbstractContextManager[Any]:
         """A capture that the engine opens itself, past the manager."""
         return record(g, **options)
+
+    def elsewhere(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns on a thread of its own, which records nothing; its exception is raised here."""
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(work).result(timeout=30)
 
     def counters(self) -> dict[str, int]:
         return self.manager.report().counters
