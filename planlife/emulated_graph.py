@@ -476,6 +476,7 @@ class _Shadow:
         self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of shadow -> (shadow, real)
         self._shadow_storages: dict[int, torch.UntypedStorage] = {}
         self._real_storages: dict[int, torch.UntypedStorage] = {}
+        self._versioned: set[int] = set()  # shadow storages of tensors that have a version counter
         self._born: set[int] = set()
 
     def of(self, value: Any) -> Any:
@@ -493,6 +494,8 @@ class _Shadow:
             shadow_storage = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
             self._shadow_storages[storage._cdata] = shadow_storage
             self._real_storages[shadow_storage._cdata] = storage
+        if not value.is_inference():
+            self._versioned.add(shadow_storage._cdata)
         shadow = _view(shadow_storage, value.dtype, value.storage_offset(), value.size(), value.stride(), device="meta")
         self._tensors[id(shadow)] = (shadow, value)
         return shadow
@@ -523,7 +526,11 @@ class _Shadow:
             self._program.own(storage)
             self._real_storages[key] = storage
             self._born.add(key)
-        tensor = _view(self._real_storages[key], shadow.dtype, shadow.storage_offset(), shadow.size(), shadow.stride())
+        # Torch gives a view of an ordinary tensor its version counter, which an inference tensor has no room for.
+        with torch.inference_mode(torch.is_inference_mode_enabled() and key not in self._versioned):
+            tensor = _view(
+                self._real_storages[key], shadow.dtype, shadow.storage_offset(), shadow.size(), shadow.stride()
+            )
         return tensor, key in self._born
 
 

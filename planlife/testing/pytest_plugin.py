@@ -28,9 +28,7 @@ def planlife_builder_scenario(request: pytest.FixtureRequest) -> Callable[[Calla
     def run(factory: Callable[[], BuilderAdapter]) -> None:
         option = request.config.getoption
         try:
-            run_scenario(
-                request.param, factory, num_steps=option("--planlife-steps"), seed=option("--planlife-seed")
-            )
+            run_scenario(request.param, factory, num_steps=option("--planlife-steps"), seed=option("--planlife-seed"))
         except Unsupported as reason:
             pytest.skip(f"the builder has no such steps: {reason}")
 
