@@ -475,8 +475,8 @@ class _Shadow:
         self._program = program
         self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of shadow -> (shadow, real)
         self._shadow_storages: dict[int, torch.UntypedStorage] = {}
-        self._real_storages: dict[int, torch.UntypedStorage] = {}
-        self._versioned: set[int] = set()  # shadow storages of tensors that have a version counter
+        #: Address of shadow storage -> (real storage, whether its tensors are inference tensors).
+        self._real_storages: dict[int, tuple[torch.UntypedStorage, bool]] = {}
         self._born: set[int] = set()
 
     def of(self, value: Any) -> Any:
@@ -493,9 +493,7 @@ class _Shadow:
         if shadow_storage is None:
             shadow_storage = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
             self._shadow_storages[storage._cdata] = shadow_storage
-            self._real_storages[shadow_storage._cdata] = storage
-        if not value.is_inference():
-            self._versioned.add(shadow_storage._cdata)
+            self._real_storages[shadow_storage._cdata] = (storage, value.is_inference())
         shadow = _view(shadow_storage, value.dtype, value.storage_offset(), value.size(), value.stride(), device="meta")
         self._tensors[id(shadow)] = (shadow, value)
         return shadow
@@ -524,13 +522,12 @@ class _Shadow:
             num_bytes = shadow.untyped_storage().nbytes()
             storage = torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device="cpu").untyped_storage()
             self._program.own(storage)
-            self._real_storages[key] = storage
+            self._real_storages[key] = (storage, torch.is_inference_mode_enabled())
             self._born.add(key)
-        # Torch gives a view of an ordinary tensor its version counter, which an inference tensor has no room for.
-        with torch.inference_mode(torch.is_inference_mode_enabled() and key not in self._versioned):
-            tensor = _view(
-                self._real_storages[key], shadow.dtype, shadow.storage_offset(), shadow.size(), shadow.stride()
-            )
+        storage, is_inference = self._real_storages[key]
+        # A view is what its base is: in inference mode an ordinary tensor's views are ordinary.
+        with torch.inference_mode(is_inference):
+            tensor = _view(storage, shadow.dtype, shadow.storage_offset(), shadow.size(), shadow.stride())
         return tensor, key in self._born
 
 

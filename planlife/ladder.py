@@ -145,6 +145,9 @@ def _least_padding(rows: Sequence[int], weights: Sequence[int], num_classes: int
         cost_before[i] + rows[j-1] * (weight of counts i..j-1) - (weighted rows of counts i..j-1),
     which for each i is a line in rows[j-1]. Slopes fall as i grows and lines are asked at rising rows, so
     the lower envelope is a stack with a pointer that only moves forward: O(len(rows)) per class.
+
+    A new line is never below the envelope at the last row that was asked (one class more never costs more), so it can
+    take the place of the line that won there, but pops none before it: the pointer stays on the stack.
     """
     num_counts = len(rows)
     weight_to = [0, *accumulate(weights)]
@@ -187,7 +190,6 @@ def _least_padding(rows: Sequence[int], weights: Sequence[int], num_classes: int
                 wins_from.append(new_wins_from)
             row = rows[i]
             last = len(line_of) - 1
-            best = min(best, last)
             while best < last and wins_from[best + 1] <= row:
                 best += 1
             choice[j] = line_of[best]

@@ -89,6 +89,12 @@ class _Slot:
         self.last_fallback: StepPlan | None = None  #: the last step that fell back, so that its layers agree
         self.num_skipped = 0  #: plan_for calls answered by `last`
 
+    def set_last_fallback(self, plan: StepPlan | None) -> None:
+        """Remember what fell back; the one before lets go of an owner that had to be held strongly."""
+        old, self.last_fallback = self.last_fallback, plan
+        if old is not None and old.mark is not None:
+            old.mark.retire()
+
 
 class _Given:
     """A step handed to guard, with what its length tensor says."""
@@ -156,14 +162,16 @@ class PlanManager:
         self._on_miss = on_miss
         self._sanitize = sanitize
         self._ubatches = ubatches
-        self._sizing = Sizing(specs, ladders, self._backend, ubatches, self._device.num_compute_units)
+        refusals = {site: self._refusal(site, spec) for site, spec in specs.items()}
+        refused = [site for site, refusal in refusals.items() if refusal]
+        self._sizing = Sizing(specs, ladders, self._backend, ubatches, self._device.num_compute_units, refused)
         self._announcer = Announcer()
         self._events = self._announcer.waiting
         self._counters = Counters()
         self._residency = Residency(
             self._device, self._backend, self._sizing, self._check_budget(budget_bytes), self._counters, self._announcer
         )
-        self._slots = self._make_slots(specs, ladders)
+        self._slots = self._make_slots(specs, ladders, refusals)
 
         self._lock = threading.RLock()
         self._num_phases = 0
@@ -195,7 +203,7 @@ class PlanManager:
         return budget_bytes
 
     def _make_slots(
-        self, specs: Mapping[str, PlanSpec], ladders: Mapping[str, CapacityLadder]
+        self, specs: Mapping[str, PlanSpec], ladders: Mapping[str, CapacityLadder], refusals: Mapping[str, str]
     ) -> dict[tuple[object, object], _Slot]:
         token = object()
         arenas = {
@@ -206,7 +214,6 @@ class PlanManager:
         slots: dict[tuple[object, object], _Slot] = {}
         for site, spec in specs.items():
             checker = CallChecker(site, spec, self._device)
-            refusal = self._refusal(site, spec)
             for ubatch in range(self._ubatches):
                 plans = {
                     class_rows: Plan(
@@ -220,7 +227,15 @@ class PlanManager:
                     for class_rows in ladders[site].classes
                 }
                 slots[(site, ubatch)] = _Slot(
-                    token, site, ubatch, spec, ladders[site], checker, plans, arenas[(spec.lane, ubatch)], refusal
+                    token,
+                    site,
+                    ubatch,
+                    spec,
+                    ladders[site],
+                    checker,
+                    plans,
+                    arenas[(spec.lane, ubatch)],
+                    refusals[site],
                 )
         self._token = token
         return slots
@@ -469,7 +484,7 @@ class PlanManager:
     def _forget_fallbacks(self) -> None:
         """Something changed that may let a step that fell back be planned."""
         for slot in self._slots.values():
-            slot.last_fallback = None
+            slot.set_last_fallback(None)
 
     def _inspect(self, step: Step) -> tuple[_Slot, tuple[int, int, int | None]]:
         """The slot of a step and (rows, address, version) of its lengths; a ConfigError for what can never be right."""
@@ -515,6 +530,8 @@ class PlanManager:
                 else:
                     self._counters.misses += 1
                 why = self._make_resident(slot, plan, mark)
+                if why is None and mark.capture_id:
+                    self._pin(mark.capture_id, slot, plan)
                 pair = plan.pair
             if why is not None or pair is None:
                 return self._fall_back(slot, mark, why or _Why("evicted", "evicted by another thread"))
@@ -551,12 +568,15 @@ class PlanManager:
             why = self._make_resident(slot, plan, mark)
         if why is not None:
             return self._fall_back(slot, mark, why)
+        # Each part is refreshed as it decodes: these marks are compared as objects, so the owner need not be held.
+        mark.retire()
         parts = []
         for first_row in range(0, mark.rows, plan.class_rows):
             lens = mark.lens[first_row : first_row + plan.class_rows]
             rows, address, version = self._device.inspect_lens(lens)
             part_mark = Mark(step, lens, rows, address, version, mark.capture_id)
-            parts.append(StepPlan(slot, "planned", "", rows, part_mark, plan, bool(mark.capture_id)))
+            part_mark.retire()
+            parts.append(StepPlan(slot, "planned", "", rows, part_mark, plan, bool(mark.capture_id), whole=mark))
         step_plan = StepPlan(slot, "planned", "", mark.rows, mark, None, bool(mark.capture_id), tuple(parts))
         self._log_route(slot, step_plan, "in parts")
         return step_plan
@@ -577,7 +597,7 @@ class PlanManager:
             "fallback", f"{slot.site}/ub{slot.ubatch}", why.text, rows=mark.rows, recorded=bool(mark.capture_id)
         )
         self._log_route(slot, step_plan, why.code)
-        slot.last_fallback = step_plan
+        slot.set_last_fallback(step_plan)
         return step_plan
 
     def _log_route(self, slot: _Slot, plan: StepPlan, code: str) -> None:
@@ -633,7 +653,7 @@ class PlanManager:
                 )
             )
         with self._lock:
-            self._enter("pa_decode")
+            self._check_open("pa_decode")
             if not (item.is_resident and slot.arena.is_resident):
                 self._materialise(slot, item, mark)
             pair, scratch = item.pair, slot.arena.buffer
@@ -646,10 +666,10 @@ class PlanManager:
     def _settle_recording(self, plan: StepPlan, item: Plan, mark: Mark, capture_id: int) -> tuple[Tables, Any]:
         slot = plan.slot
         with self._lock:
-            self._enter("pa_decode")
+            self._check_open("pa_decode")
+            self._pin(capture_id, slot, item)
             pair, scratch = item.pair, slot.arena.buffer
-            if pair is None or scratch is None:
-                raise self._refuse(MintError(self._not_resident_message(slot, item)))
+        assert pair is not None
         if plan.captured:
             tables = pair.in_graph
             if tables.mark is not mark:
@@ -730,16 +750,23 @@ class PlanManager:
         rows, address, version = self._device.inspect_lens(plan.context_lens)
         ladder = slot.ladder
         slot.checker.check(rows, ladder.class_for(rows) if 0 < rows <= ladder.max_rows else rows, *call)
+        if plan.parts:
+            if capture_id and not plan.captured:
+                raise self._refuse(
+                    RouteError(
+                        f"{plan!r} decodes in parts through one table set, which is refreshed for each part: that must "
+                        "be recorded too. Call plan_for inside the recording, or raise the ladder's top class."
+                    )
+                )
+            self._decode_parts(slot.spec.query_length, plan.parts, call)
+            return
         if capture_id:
             mark = plan.mark
             if mark is None:
                 own_step = Step(plan.context_lens, site=slot.site, ubatch=slot.ubatch)
                 mark = Mark(own_step, plan.context_lens, rows, address, version, capture_id)
             self._note_other_read(capture_id, plan, mark)
-        if plan.parts:
-            self._decode_parts(slot.spec.query_length, plan.parts, call)
-        else:
-            self._decode_by_fallback(slot.spec, rows, plan.context_lens, call)
+        self._decode_by_fallback(slot.spec, rows, plan.context_lens, call)
 
     def _decode_by_fallback(self, spec: PlanSpec, rows: int, context_lens: Any, call: tuple[Any, ...]) -> None:
         assert self._fallback is not None
@@ -930,6 +957,8 @@ class PlanManager:
             raise self._stale_field(record, read, "mark", "no known lengths", wanted)
         if mark is _EMPTY:
             raise self._stale_field(record, read, "mark", "emptied for a dummy step", wanted)
+        if read.captured and mark is read.mark:
+            raise self._stale_field(record, read, "mark", "a refresh that was recorded and never replayed", wanted)
         if mark.capture_id != read.mark.capture_id:
             raise self._stale_field(record, read, "refreshing capture", mark.capture_id, read.mark.capture_id)
         difference = mark.difference(one.step, one.rows, one.address, one.version)
@@ -1016,33 +1045,43 @@ class PlanManager:
         assert plan.item is not None and plan.mark is not None
         if not plan.captured:
             return (plan.item.key, "eager")
-        return (plan.item.key, "in-graph", plan.mark.address, plan.mark.rows)
+        whole = plan.whole or plan.mark
+        return (plan.item.key, "in-graph", whole.address, whole.rows)
+
+    def _pin(self, capture_id: int, slot: _Slot, item: Plan) -> None:
+        """The graph being recorded needs this plan and its scratch to stay where they are.
+
+        Before their addresses are taken: until then another thread may evict them and bring them back elsewhere. The
+        manager's lock is held.
+        """
+        if not (item.is_resident and slot.arena.is_resident):
+            raise self._refuse(MintError(self._not_resident_message(slot, item)))
+        record = self._record_for(capture_id)
+        self._residency.num_pinning_graphs += not record.pinned
+        for pinned in (item, slot.arena):
+            if pinned not in record.pinned:
+                self._residency.store.pin(pinned)
+                record.pinned.append(pinned)
+                record.holds.append(pinned.buffer)
+                self._announcer.note("pin", pinned, str(record))
 
     def _note_read(self, capture_id: int, plan: StepPlan, refreshed: bool) -> None:
-        """The graph being recorded reads this plan: pin what it reads, remember what it must find at replay."""
-        item, slot, mark = plan.item, plan.slot, plan.mark
+        """The graph being recorded reads this plan: remember what it must find at replay."""
+        item, mark = plan.item, plan.mark
         assert item is not None and mark is not None
         with self._lock:
-            if not (item.is_resident and slot.arena.is_resident):
-                raise self._refuse(MintError(self._not_resident_message(slot, item)))
             record = self._record_for(capture_id)
-            self._residency.num_pinning_graphs += not record.pinned
-            for pinned in (item, slot.arena):
-                if pinned not in record.pinned:
-                    self._residency.store.pin(pinned)
-                    record.pinned.append(pinned)
-                    record.holds.append(pinned.buffer)
-                    self._announcer.note("pin", pinned, str(record))
             key = self._read_key(plan)
             read = record.reads.get(key)
             if read is None:
-                read = Read(plan.site, plan.ubatch, plan.route, plan.rows, mark, item, plan.captured)
+                whole = plan.whole or mark
+                read = Read(plan.site, plan.ubatch, plan.route, whole.rows, whole, item, plan.captured)
                 record.reads[key] = read
-                record.holds.append(mark.lens)
+                record.holds.append(whole.lens)
             read.refreshes += refreshed
 
     def _note_other_read(self, capture_id: int, plan: StepPlan | OffPlan, mark: Mark) -> None:
-        """The graph being recorded runs the fallback, or decodes in parts, over this length buffer."""
+        """The graph being recorded runs the fallback over this length buffer."""
         with self._lock:
             record = self._record_for(capture_id)
             key = (plan.site, plan.ubatch, plan.route, mark.address, mark.rows)
@@ -1058,6 +1097,8 @@ class PlanManager:
             self._forget_fallbacks()
             self._residency.num_pinning_graphs -= bool(record.pinned)
             for item in record.pinned:
+                if isinstance(item, Plan):
+                    item.forget_capture(record.capture_id)
                 self._residency.store.unpin(item)
             record.pinned.clear()
             record.holds.clear()
@@ -1219,7 +1260,8 @@ class PlanManager:
                 self._release(record, "the manager was closed")
             self._residency.evict_down_to(0, "the manager was closed")
             for slot in self._slots.values():
-                slot.last = slot.last_fallback = None
+                slot.last = None
+                slot.set_last_fallback(None)
             self._flags = None
         self._announcer.deliver()
 
@@ -1232,13 +1274,16 @@ class PlanManager:
     # ------------------------------------------------------------------ small things
 
     def _enter(self, what: str) -> None:
-        """Every entry point: refuse after close, settle what happened meanwhile."""
-        if self._closed:
-            raise ClosedError(f"{what} was called on a closed PlanManager; make a new one.")
+        """Every entry point: refuse after close, settle what happened meanwhile. Holds no lock: hooks are called."""
+        self._check_open(what)
         if self._released:
             self._drain()
         if self._flags is not None and not self._capture_id():
             self._collect_flags(may_raise=True)
+
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise ClosedError(f"{what} was called on a closed PlanManager; make a new one.")
 
     def _sanitize_tables(self, tables: Tables, mark: Mark) -> None:
         """Compare the tables with the lengths that are in the buffer now; recorded into the graph when recording."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from .backends.base import Backend
 from .device import block_bytes
@@ -27,8 +27,11 @@ class Sizing:
         backend: Backend,
         ubatches: int,
         num_compute_units: int,
+        refused: Collection[str] = (),
     ) -> None:
+        """refused: sites that are never minted, so that they take no bytes."""
         self._sites = sites
+        self._served = {site: spec for site, spec in sites.items() if site not in refused}
         self._ladders = ladders
         self._backend = backend
         self._ubatches = ubatches
@@ -54,11 +57,14 @@ class Sizing:
         """The lane's scratch: calls of a lane are serial, so the largest call decides (R21)."""
         return block_bytes(
             max(
-                self._backend.scratch_bytes(spec, rows, self._num_compute_units)
-                for site, spec in self._sites.items()
-                if spec.lane == lane
-                for class_rows in self._ladders[site].classes
-                for rows in self.segment_rows(class_rows)
+                (
+                    self._backend.scratch_bytes(spec, rows, self._num_compute_units)
+                    for site, spec in self._served.items()
+                    if spec.lane == lane
+                    for class_rows in self._ladders[site].classes
+                    for rows in self.segment_rows(class_rows)
+                ),
+                default=0,
             )
         )
 
@@ -68,7 +74,7 @@ class Sizing:
     def worst_case_bytes(self) -> int:
         """Everything resident at once: what a full warm-up takes (R19)."""
         plans = sum(
-            self.plan_bytes(site, class_rows) for site in self._sites for class_rows in self._ladders[site].classes
+            self.plan_bytes(site, class_rows) for site in self._served for class_rows in self._ladders[site].classes
         )
         arenas = sum(self.arena_bytes(lane) for lane in self.lanes())
         return self._ubatches * (plans + arenas)
@@ -76,7 +82,10 @@ class Sizing:
     def min_budget_bytes(self) -> int:
         """The largest need of one call: its pair and its arena."""
         return max(
-            self.plan_bytes(site, class_rows) + self.arena_bytes(spec.lane)
-            for site, spec in self._sites.items()
-            for class_rows in self._ladders[site].classes
+            (
+                self.plan_bytes(site, class_rows) + self.arena_bytes(spec.lane)
+                for site, spec in self._served.items()
+                for class_rows in self._ladders[site].classes
+            ),
+            default=0,
         )

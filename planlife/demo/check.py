@@ -21,13 +21,7 @@ class DenseCheck:
     """
 
     def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_cache_rows: int,
-        max_context_tokens: int,
-        num_kv_heads: int,
-        head_dim: int,
+        self, *, num_layers: int, num_cache_rows: int, max_context_tokens: int, num_kv_heads: int, head_dim: int
     ) -> None:
         shape = (num_layers, num_cache_rows, max_context_tokens, num_kv_heads, head_dim)
         self._key = torch.zeros(shape, dtype=torch.bfloat16)
@@ -38,12 +32,7 @@ class DenseCheck:
         self.largest_error = 0.0
 
     def record(
-        self,
-        layer: int,
-        cache_rows: torch.Tensor,
-        positions: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        self, layer: int, cache_rows: torch.Tensor, positions: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
         """Note key, value bfloat16[tokens, kv_heads, D] of cache_rows, positions int64[tokens]."""
         self._key[layer, cache_rows, positions] = key
@@ -87,16 +76,14 @@ class DenseCheck:
         key, value = (cache.transpose(1, 2) for cache in history)  # [rows, kv_heads, context, D]
         num_kv_heads = key.shape[1]
         grouped = query.view(num_rows, query_length, num_kv_heads, -1, head_dim).transpose(1, 2)
-        scores = (
-            grouped.flatten(2, 3) @ key.transpose(2, 3) / head_dim**0.5
-        )  # [rows, kv_heads, query * group, context]
+        scores = grouped.flatten(2, 3) @ key.transpose(2, 3) / head_dim**0.5  # [rows, kv_heads, query * group, context]
         end = torch.tensor(context_lens)[:, None] - query_length + 1 + torch.arange(query_length)
         begin = end - window_tokens if window_tokens else torch.zeros_like(end)
         position = torch.arange(num_tokens)
         seen = (position >= begin[..., None]) & (position < end[..., None])  # [rows, query, context]
         seen = seen[:, None].repeat_interleave(num_heads // num_kv_heads, dim=2)
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        out = (weights @ value).view(num_rows, num_kv_heads, query_length, -1, head_dim)
+        out: torch.Tensor = (weights @ value).view(num_rows, num_kv_heads, query_length, -1, head_dim)
         return out.transpose(1, 2).reshape(tokens, num_heads, head_dim)
 
     def _count(self, where: str, size: torch.Tensor, is_off: torch.Tensor) -> None:
@@ -104,7 +91,5 @@ class DenseCheck:
         num_off = int(is_off.sum())
         if num_off and not self.num_mismatches:
             row = int(is_off.nonzero()[0])
-            self.first_mismatch = (
-                f"{where}, output row {row} of {is_off.numel()}: off by {size[row].item():.3g}"
-            )
+            self.first_mismatch = f"{where}, output row {row} of {is_off.numel()}: off by {size[row].item():.3g}"
         self.num_mismatches += num_off

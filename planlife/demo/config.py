@@ -45,7 +45,7 @@ class DemoConfig:
 
     style: str = "before-replay"
     trace_path: str | os.PathLike[str] | None = None
-    max_steps: int = 400
+    max_steps: int = 600
     seed: int = 0
     num_layers: int = 2
     budget_bytes: int | None = None

@@ -52,9 +52,7 @@ class DemoResult:
     def ok(self) -> bool:
         """Outputs were compared, none was off, and serving compiled nothing."""
         return (
-            self.num_rows_compared > 0
-            and self.num_mismatches == 0
-            and self.report.counters["compiles_after_seal"] == 0
+            self.num_rows_compared > 0 and self.num_mismatches == 0 and self.report.counters["compiles_after_seal"] == 0
         )
 
     def rows(self) -> list[tuple[str, str]]:
@@ -64,10 +62,7 @@ class DemoResult:
         refused = f" ({self.num_graphs_refused} refused for lack of room)" if self.num_graphs_refused else ""
         rows = [
             ("capture style", self.style),
-            (
-                "graphs captured",
-                f"{self.num_graphs:,}{refused}, {counts.recaptured} captured again while serving",
-            ),
+            ("graphs captured", f"{self.num_graphs:,}{refused}, {counts.recaptured} captured again while serving"),
             ("steps", f"{counts.steps:,}"),
             ("steps replayed", f"{counts.replayed:,}"),
             ("steps eager", f"{counts.eager:,}"),

@@ -112,9 +112,7 @@ class Scheduler:
             if committed + num_pages > self._pool.num_usable_pages:
                 break
             self._waiting.popleft()
-            request = Running(
-                self._free_rows.popleft(), arrival.prompt_tokens, arrival.output_tokens, num_pages
-            )
+            request = Running(self._free_rows.popleft(), arrival.prompt_tokens, arrival.output_tokens, num_pages)
             self.running.append(request)
             admitted.append(request)
         self._idle_steps = 0 if self.running else self._idle_steps + 1
@@ -189,9 +187,7 @@ class TokenSource:
         first = torch.tensor(context_lens) - 1
         return self._batch(requests, context_lens, first + torch.arange(DRAFT_PASSES)[:, None])
 
-    def _batch(
-        self, requests: Sequence[Running], context_lens: tuple[int, ...], positions: torch.Tensor
-    ) -> Batch:
+    def _batch(self, requests: Sequence[Running], context_lens: tuple[int, ...], positions: torch.Tensor) -> Batch:
         query, key, value = self.draw(*positions.shape)
         return Batch(
             context_lens=context_lens,

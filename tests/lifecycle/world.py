@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
+import pytest
 import torch
 
 from planlife import CapacityLadder, PlanManager, PlanSpec, Step, StepPlan
-from planlife.testing import reference_decode
+from planlife.testing import EmulatedGraph, record, reference_decode
 
 NUM_PAGES, PAGE, MAX_PAGES = 160, 16, 40
 BIG_ERROR = 1e-2  # relative, per row, BF16
+
+#: Where plan_for is called: before each replay, or inside the recording.
+BEFORE_REPLAY, IN_GRAPH = "before replay", "in graph"
+both_styles = pytest.mark.parametrize("style", [BEFORE_REPLAY, IN_GRAPH])
+
+Result = TypeVar("Result")
 
 
 class Owner:
@@ -29,27 +39,44 @@ class World:
     Unowned pages hold NaN, block tables end in -1, outputs are poisoned with NaN before each decode.
     """
 
-    def __init__(self, *, rows: int = 8, seed: int = 0, sites: Any = None, **manager_options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        rows: int = 8,
+        seed: int = 0,
+        sites: Any = None,
+        device: str = "cpu",
+        warm: bool = False,
+        **manager_options: Any,
+    ) -> None:
+        self.device = device
         self.generator = torch.Generator().manual_seed(seed)
         self.sites = sites or {"default": small_spec()}
         self.spec: PlanSpec = next(iter(self.sites.values()))
-        options: dict[str, Any] = {"ladder": CapacityLadder.powers_of_two(rows), "device": "cpu", **manager_options}
+        options: dict[str, Any] = {"ladder": CapacityLadder.powers_of_two(rows), "device": device, **manager_options}
         self.manager = PlanManager(self.sites, **options)
         self.rows = rows
-        self.lens = torch.zeros(rows, dtype=torch.int32)
-        self.tables = torch.full((rows, MAX_PAGES), -1, dtype=torch.int32)
+        self.lens = self.lens_buffer()
+        self.tables = torch.full((rows, MAX_PAGES), -1, dtype=torch.int32, device=device)
         shape = (NUM_PAGES, PAGE, self.spec.num_kv_heads, self.spec.head_dim)
         self.key_cache, self.value_cache = (
-            torch.randn(shape, generator=self.generator).to(torch.bfloat16) for _ in range(2)
+            torch.randn(shape, generator=self.generator).to(device, torch.bfloat16) for _ in range(2)
         )
         self.key_cache[0], self.value_cache[0] = torch.nan, torch.nan
         self.query, self.output = self.buffers(rows)
+        if warm:
+            with self.manager.capture_phase():
+                self.manager.warm()
+
+    def lens_buffer(self, rows: int | None = None) -> torch.Tensor:
+        """A persistent length buffer."""
+        return torch.zeros(rows or self.rows, dtype=torch.int32, device=self.device)
 
     def buffers(self, rows: int, query_length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(query, poisoned output) for `rows` rows."""
         length = query_length or self.spec.query_length
         shape = (rows * length, self.spec.num_q_heads, self.spec.head_dim)
-        query = torch.randn(shape, generator=self.generator).to(torch.bfloat16)
+        query = torch.randn(shape, generator=self.generator).to(self.device, torch.bfloat16)
         return query, torch.full_like(query, torch.nan)
 
     def set_lens(self, lens: list[int], into: torch.Tensor | None = None, tables: torch.Tensor | None = None) -> None:
@@ -57,12 +84,12 @@ class World:
         into = self.lens if into is None else into
         tables = self.tables if tables is None else tables
         into.zero_()
-        into[: len(lens)] = torch.tensor(lens, dtype=torch.int32)
+        into[: len(lens)] = torch.tensor(lens, dtype=torch.int32, device=self.device)
         tables.fill_(-1)
         for row, length in enumerate(lens):
             num_pages = min(-(-length // PAGE), tables.shape[1])
             pages = torch.randperm(NUM_PAGES - 1, generator=self.generator)[:num_pages] + 1
-            tables[row, :num_pages] = pages.to(torch.int32)
+            tables[row, :num_pages] = pages.to(self.device, torch.int32)
 
     def random_lens(self, rows: int, longest: int = 500) -> list[int]:
         """Uneven lengths, some empty, some at tile edges."""
@@ -73,8 +100,7 @@ class World:
 
     def step(self, rows: int | None = None, *, lens: torch.Tensor | None = None, **fields: Any) -> Step:
         lens = self.lens if lens is None else lens
-        fields.setdefault("owner", Owner())
-        owner = fields["owner"]
+        owner = fields.setdefault("owner", Owner())
         self.owners = [*getattr(self, "owners", []), owner][-64:]  # as long as an engine keeps a step's metadata
         return Step(lens if rows is None or rows == lens.shape[0] else lens[:rows], **fields)
 
@@ -92,6 +118,45 @@ class World:
             plan, output, query, self.key_cache, self.value_cache, tables, self.spec.head_dim**-0.5
         )
         return result
+
+    def eager(self, step: Step, **call: torch.Tensor) -> torch.Tensor:
+        """One eager layer of `step`, into a poisoned output."""
+        call.setdefault("output", self.output).fill_(torch.nan)
+        return self.decode(self.manager.plan_for(step), **call)
+
+    def capture(self, step: Step, style: str, layers: Callable[[StepPlan], object] | None = None, g: Any = None) -> Any:
+        """The graph of one layer of `step`, or of `layers(plan)`; its output is poisoned before and after."""
+        layers = layers or self.decode
+        plan = self.manager.plan_for(step) if style == BEFORE_REPLAY else None
+        self.output.fill_(torch.nan)
+        with self.manager.graph(g) as g:
+            layers(plan or self.manager.plan_for(step))
+        self.output.fill_(torch.nan)
+        return g
+
+    def replay(self, g: Any, step: Step, style: str = IN_GRAPH) -> torch.Tensor:
+        """Replay `g` for `step` as an engine of that style does, into a poisoned output."""
+        if style == BEFORE_REPLAY:
+            self.manager.plan_for(step)
+        self.output.fill_(torch.nan)
+        self.manager.replay(g, step)
+        return self.output
+
+    def new_graph(self) -> Any:
+        """A graph object of the engine's own."""
+        return EmulatedGraph()
+
+    def record(self, g: Any, **options: Any) -> AbstractContextManager[Any]:
+        """A capture that the engine opens itself, past the manager."""
+        return record(g, **options)
+
+    def elsewhere(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns on a thread of its own, which records nothing; its exception is raised here."""
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(work).result(timeout=30)
+
+    def counters(self) -> dict[str, int]:
+        return self.manager.report().counters
 
     def expected(
         self,
@@ -129,7 +194,7 @@ class World:
 def row_errors(output: torch.Tensor, expected: torch.Tensor, query_length: int = 1) -> torch.Tensor:
     """float64[rows]: ||output - expected|| / ||expected||, NaN where the output has one; an empty row must be zeros."""
     rows = output.shape[0] // query_length
-    found = output.double().reshape(rows, -1)
+    found = output.to("cpu", torch.float64).reshape(rows, -1)
     wanted = expected.reshape(expected.shape[0] // query_length, -1)
     if wanted.shape[0] < rows:
         wanted = torch.cat([wanted, wanted.new_zeros(rows - wanted.shape[0], wanted.shape[1])])

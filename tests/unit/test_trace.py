@@ -247,6 +247,8 @@ def test_a_damaged_gzip_is_refused(tmp_path):
     whole = bytearray(gzip.compress(GOOD.encode()))
     whole[-6] ^= 0xFF  # its checksum
     assert "cannot read on" in refusal(write(tmp_path, bytes(whole)))
+    whole[10:16] = b"\xff" * 6  # its first compressed block
+    assert "cannot read on" in refusal(write(tmp_path, bytes(whole)))
     assert "cannot read on" in refusal(write(tmp_path, gzip.compress(GOOD.encode()) + b"tail"))
 
 
