@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -76,35 +77,21 @@ def missing_tests(text: str) -> list[str]:
 
 
 def missing_names(text: str) -> list[str]:
-    """Every `module.name` of planlife in `text`, as in `planlife.manager.PlanManager.plan_for`, that does not exist."""
-    found = []
-    for dotted in re.findall(r"`(planlife(?:\.\w+)+)(?:\(.*?\))?`", text):
-        parts = dotted.split(".")
-        for split in range(len(parts), 0, -1):
-            file = REPOSITORY.joinpath(*parts[:split])
-            path = file.with_suffix(".py") if file.with_suffix(".py").is_file() else file / "__init__.py"
-            if path.is_file():
-                break
-        else:
-            found.append(dotted)
-            continue
-        if not _defines(ast.parse(path.read_text()), parts[split:]):
-            found.append(dotted)
-    return found
+    """Every dotted name of planlife in `text`, as in `planlife.spec.Step` or `planlife.Step(lens)`, that leads nowhere."""
+    return [name for name in re.findall(r"`(planlife(?:\.\w+)+)(?:\(.*?\))?`", text) if not leads_somewhere(name)]
 
 
-def _defines(node: Any, names: list[str]) -> bool:
-    if not names:
-        return True
-    for child in node.body:
-        targets = child.targets if isinstance(child, ast.Assign) else [getattr(child, "target", None)]
-        if any(isinstance(target, ast.Name) and target.id == names[0] for target in targets):
-            return True
-        if isinstance(child, ast.ImportFrom) and any((a.asname or a.name) == names[0] for a in child.names):
-            return True
-        if getattr(child, "name", None) == names[0]:
-            return _defines(child, names[1:]) if hasattr(child, "body") else len(names) == 1
-    return False
+def leads_somewhere(dotted: str) -> bool:
+    first, *names = dotted.split(".")
+    found: Any = import_module(first)
+    for index, name in enumerate(names):
+        if not hasattr(found, name):
+            try:
+                import_module(".".join([first, *names[: index + 1]]))
+            except ImportError:
+                return False
+        found = getattr(found, name)
+    return True
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
