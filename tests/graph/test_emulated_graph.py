@@ -40,6 +40,20 @@ def test_scenario_of_cuda_graphs(scenario: Scenario, mode: str) -> None:
         scenario(EmulatedGraph, record, "cpu")
 
 
+def test_an_ordinary_tensor_may_be_viewed_in_inference_mode() -> None:
+    """A buffer made before the engine entered inference mode keeps its version counter; views of it share it."""
+    buffer = torch.zeros(8)
+    graph = EmulatedGraph()
+    with torch.inference_mode():
+        with record(graph):
+            buffer[:4].view(2, 2)[1].add_(1)
+            for element in buffer[6:].unbind(0):
+                element.add_(2)
+        graph.replay()
+        graph.replay()
+    assert buffer.tolist() == [0, 0, 2, 2, 0, 0, 4, 4]
+
+
 # What is refused.
 
 
