@@ -107,15 +107,15 @@ class _ReadPlan:
         self.owned = (first_slots[owners] <= slots) & (slots < end_slots[owners])
         self.owners = torch.where(self.owned, owners, 0)
         self.work = work
-        # Owned slots are packed by row, then by tile, so the last one that starts at or before a (row, tile)
-        # is the only one that can cover it; the others sort behind all of them.
-        starts = work[:, 0] * _ROW_KEY + work[:, 1]
-        self._starts = torch.where(self.owned, starts, torch.iinfo(torch.int64).max)
+        # Owned slots are packed by row, then by tile, so the last one that starts at or before a (row, tile) is
+        # the only one that can cover it. The others take the key of the next owned one: never found before it.
+        starts = torch.where(self.owned, work[:, 0] * _ROW_KEY + work[:, 1], torch.iinfo(torch.int64).max)
+        self._starts = starts.flip(0).cummin(0).values.flip(0)
 
     def cover(self, rows: range, tiles: range) -> tuple[torch.Tensor, torch.Tensor]:
         """(slot, length), each [rows, tiles]: which slot holds each tile of each row, and the row's length.
 
-        Where nothing covers a tile both are 0.
+        Where nothing covers a tile its length is 0.
         """
         device = self.work.device
         row = torch.arange(rows.start, rows.stop, device=device)[:, None]
@@ -123,7 +123,7 @@ class _ReadPlan:
         slot = (torch.searchsorted(self._starts, row * _ROW_KEY + tile, right=True) - 1).clamp_min(0)
         task = self.work[slot]
         covered = self.owned[slot] & (task[..., 0] == row) & (task[..., 1] <= tile) & (tile < task[..., 2])
-        return torch.where(covered, slot, 0), torch.where(covered, task[..., 3], 0)
+        return slot, torch.where(covered, task[..., 3], 0)
 
     def reduce(self, partials: _Partials, rows: int) -> torch.Tensor:
         """Merge the partials of each row's slots: [kv_heads, rows, query rows, head_dim], 0 without any."""

@@ -351,3 +351,13 @@ def test_rows_behind_a_batch_have_no_length_and_whatever_tables_were_there() -> 
     assert buffers.query[:, 1:].isnan().all()
     assert buffers.output.isnan().all()
     assert torch.equal(buffers.active, torch.tensor([1, 0, 0], dtype=torch.int32))
+
+
+def test_a_run_leaves_torchs_thread_count_as_it_was() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        run_demo(DemoConfig(max_steps=1))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

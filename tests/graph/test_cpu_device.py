@@ -148,7 +148,7 @@ def test_a_watched_capture_arrives_in_the_queue_when_its_graph_goes(device: CpuD
 
 def test_a_watched_capture_that_fails_arrives_in_the_queue_at_once(device: CpuDevice) -> None:
     queue, graph = ReleaseQueue(), device.new_graph()
-    with pytest.raises(ZeroDivisionError), device.record(graph):  # noqa: PT012
+    with pytest.raises(ZeroDivisionError), device.record(graph):
         capture_id = device.watch_capture(queue, None)
         raise ZeroDivisionError
     assert list(queue) == [capture_id]

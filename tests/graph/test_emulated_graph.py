@@ -50,7 +50,7 @@ def test_what_cuda_refuses_raises_in_the_body_and_leaves_the_graph_empty(name: s
         x = torch.tensor([1.0, 0.0, 3.0])
         ALL_REFUSED[name](x.clone())  # a positive control: it works while nothing records
         graph, total, reached = EmulatedGraph(), torch.zeros(3), False
-        with pytest.raises(RuntimeError, match="not possible while recording"), record(graph):  # noqa: PT012
+        with pytest.raises(RuntimeError, match="not possible while recording"), record(graph):
             total.add_(1)
             ALL_REFUSED[name](x)
             reached = True
@@ -66,7 +66,7 @@ def test_what_cuda_refuses_raises_in_the_body_and_leaves_the_graph_empty(name: s
 def test_a_refusal_that_the_body_swallows_still_invalidates_the_capture() -> None:
     x, fired = torch.ones(3), []
     graph = EmulatedGraph()
-    with pytest.raises(RuntimeError, match=r"invalidated and the graph is empty: Tensor\.item reads"):  # noqa: PT012
+    with pytest.raises(RuntimeError, match=r"invalidated and the graph is empty: Tensor\.item reads"):
         with record(graph):
             watch_current_capture(lambda: fired.append(1))
             with suppress(RuntimeError):
@@ -158,7 +158,7 @@ def test_an_op_whose_result_shapes_are_unknown_says_how_to_make_them_known() -> 
 
 def test_a_body_that_raises_leaves_an_empty_graph_and_untouched_tensors() -> None:
     x, graph, fired = torch.zeros(3), EmulatedGraph(), []
-    with pytest.raises(KeyboardInterrupt), record(graph):  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), record(graph):
         watch_current_capture(lambda: fired.append(1))
         x.add_(1)
         raise KeyboardInterrupt

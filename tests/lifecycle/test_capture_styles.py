@@ -20,7 +20,9 @@ CAPTURE_LENS = [64] * 8
 def pins(manager: PlanManager) -> dict[str, int]:
     report = manager.report()
     plans = {f"{plan.site}/{plan.class_rows}/ub{plan.ubatch}": plan.num_pins for plan in report.plans if plan.num_pins}
-    return plans | {f"scratch/{arena.lane}/ub{arena.ubatch}": arena.num_pins for arena in report.arenas if arena.num_pins}
+    return plans | {
+        f"scratch/{arena.lane}/ub{arena.ubatch}": arena.num_pins for arena in report.arenas if arena.num_pins
+    }
 
 
 # ---------------------------------------------------------------- what a replay decodes
@@ -212,7 +214,7 @@ def test_a_before_replay_capture_reads_one_plan_for_one_step_only(second: str) -
     owner = Owner()
     target = world.manager.plan_for(world.step(owner=owner))
     graph = world.manager.graph()
-    with pytest.raises(RouteError, match="for a second step"), graph as graph:  # noqa: PT012
+    with pytest.raises(RouteError, match="for a second step"), graph as graph:
         world.decode(target)
         world.decode(target)
         draft = world.elsewhere(lambda: world.manager.plan_for(second_reads(world, owner)[second]))

@@ -237,6 +237,22 @@ def test_the_reduce_takes_only_slots_that_the_reduce_table_names():
     call.assert_matches(call.decode())
 
 
+@pytest.mark.parametrize("unnamed", [0, 1, 4, 7])
+def test_a_row_without_slots_in_the_reduce_table_is_zero_and_the_others_stay_right(unnamed):
+    call = Call(make_spec(), (300, 17, 5, 700, 9, 257, 100, 3))
+    call.plan.reduce_info[unnamed, 1] = 0
+    call.lens[unnamed] = 0
+    call.assert_matches(call.decode())
+
+
+def test_a_query_token_that_sees_nothing_leaves_an_empty_partial():
+    call = Call(make_spec(1, 1, query_length=3), (1,))
+    call.assert_matches(call.decode())
+    max_logits, exp_sums = call.scratch.view(torch.float32)[: 6 * call.plan.capacity].view(2, call.plan.capacity, 3)
+    assert max_logits[0, :2].isneginf().all()
+    assert exp_sums[0].tolist() == [0.0, 0.0, 1.0]
+
+
 def test_the_partials_are_in_the_arena_as_documented():
     """max_logits, exp_sums [kv_heads, capacity, rows], then partial outputs: softmax state of each slot."""
     call = Call(make_spec(2, 1), (300,))

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.fake_world import POISON, Captured, FakeWorld, Owner, spec
 
 from planlife import CapacityLadder, ConfigError, PlanManager, PlanSpec, RouteError, Step
 from planlife.testing import FakeBackend, FakeDevice, FakeTensor
+from tests.unit.fake_world import POISON, Captured, FakeWorld, Owner, spec
 
 HUGE = 10**400
 NOT_INTS = [None, True, 1.0, float("nan"), "1", np.int64(1), [1], b"1", 1 + 0j]
@@ -340,7 +340,9 @@ def test_every_positive_finite_host_number_is_a_scale(value: Any) -> None:
     assert call["output"].values == [3, 4]
 
 
-@pytest.mark.parametrize("plan", [None, 3, "plan", object(), FakeTensor(2), np.zeros(2), Step(None)], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize(
+    "plan", [None, 3, "plan", object(), FakeTensor(2), np.zeros(2), Step(None)], ids=lambda p: type(p).__name__
+)
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_decode_takes_only_what_plan_for_returned(plan: Any, enabled: bool) -> None:
     world = FakeWorld(enabled=enabled)
@@ -399,7 +401,9 @@ def test_what_is_no_graph_of_ours_is_refused(method: str, g: Any) -> None:
     watch.assert_nothing_happened()
 
 
-@pytest.mark.parametrize("rows", [0, -1, True, 1.5, float("nan"), "8", b"8", np.int64(8), [2, True], [2, 0], {"a"}, object()], ids=repr)
+@pytest.mark.parametrize(
+    "rows", [0, -1, True, 1.5, float("nan"), "8", b"8", np.int64(8), [2, True], [2, 0], {"a"}, object()], ids=repr
+)
 def test_warm_refuses_what_is_no_row_count(rows: Any) -> None:
     world = FakeWorld()
     with world.manager.capture_phase():
