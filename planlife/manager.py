@@ -471,8 +471,8 @@ class PlanManager:
             known = slot.last_fallback
             if (
                 known is not None
-                and known.captured == bool(capture_id)
                 and known.mark is not None
+                and known.mark.capture_id == capture_id
                 and known.mark.difference(step, rows, address, version) is None
             ):
                 return known  # decided once per step, also against us
@@ -869,6 +869,8 @@ class PlanManager:
         A body that raises leaves the graph empty and its pins gone. On a CPU the graph is a planlife EmulatedGraph.
         """
         self._enter("graph")
+        if self._capture_id():
+            raise self._refuse(RouteError("graph() was called while this stream records: captures do not nest."))
         if g is None:
             g = self._device.new_graph()
         elif self._record_of(g) is not None:
@@ -913,6 +915,10 @@ class PlanManager:
         """
         self._enter("guard")
         try:
+            if self._capture_id():
+                raise self._refuse(
+                    RouteError("guard() was called while this stream records: a replay cannot be part of a graph.")
+                )
             record = self._record_of(g)
             if record is None or record.released:
                 raise self._refuse(
@@ -929,11 +935,14 @@ class PlanManager:
         matches: list[tuple[Read, _Given]] = []
         unmatched: list[Read] = []
         for read in record.reads.values():
-            fitting = next((one for one in given if one.difference(read) is None), None)
-            if fitting is None:
-                unmatched.append(read)
+            fitting = [one for one in given if one.difference(read) is None]
+            # All steps that fit must be the right one, in whatever order they came. A dummy beside a real step of the
+            # same plan has nothing to empty.
+            fitting = [one for one in fitting if not one.is_dummy] or fitting
+            if fitting:
+                matches.extend((read, one) for one in fitting)
             else:
-                matches.append((read, fitting))
+                unmatched.append(read)
         used = [id(one) for _, one in matches]
         for read in unmatched:
             spare = [one for one in given if id(one) not in used]
@@ -992,7 +1001,7 @@ class PlanManager:
     def _foresee(self, record: GraphRecord, matches: list[tuple[Read, _Given]]) -> None:
         """Everything was checked: bring the marks to where the replay will leave the tables."""
         refreshes: dict[Plan, int] = {}
-        for read, _ in matches:
+        for read in record.reads.values():
             if read.plan is not None and read.captured:
                 refreshes[read.plan] = refreshes.get(read.plan, 0) + read.refreshes
         for read, one in matches:
