@@ -317,7 +317,7 @@ class PlanManager:
             )
         if not self._enabled:
             return
-        if not (rows is None or isinstance(rows, (int, Iterable))):
+        if isinstance(rows, (str, bytes)) or not (rows is None or isinstance(rows, (int, Iterable))):
             raise ConfigError(f"warm() takes row counts, got {rows!r}.")
         wanted = None if rows is None else [rows] if isinstance(rows, int) else list(rows)
         todo: list[tuple[_Slot, Plan]] = []
@@ -350,7 +350,10 @@ class PlanManager:
             return self._plan_off(step)
         if self._released:
             self._drain()
-        slot = self._slots.get(step.key)
+        try:
+            slot = self._slots.get(step.key)
+        except AttributeError:
+            slot = None  # no Step: refused by its type
         if slot is not None:
             last = slot.last
             if last is not None and not step.dummy:
@@ -371,7 +374,10 @@ class PlanManager:
         return self._plan_for(step)
 
     def _plan_off(self, step: Step) -> OffPlan:
-        slot = self._slots.get(step.key)
+        try:
+            slot = self._slots.get(step.key)
+        except AttributeError:
+            slot = None  # no Step: refused by its type
         if slot is None or self._closed:
             self._enter("plan_for")
             slot = self._slot_of(step)
@@ -405,10 +411,9 @@ class PlanManager:
         if self._released:
             self._drain()
         try:
-            item = plan.item
+            slot, item = plan.slot, plan.item
         except AttributeError:
             raise ConfigError(f"pa_decode takes the StepPlan of plan_for, got {type(plan).__name__}.") from None
-        slot = plan.slot
         if slot.token is not self._token:
             raise RouteError(f"{plan!r} was made by another PlanManager; decode with the one that planned it.")
         call = (
@@ -489,10 +494,6 @@ class PlanManager:
     def _inspect(self, step: Step) -> tuple[_Slot, tuple[int, int, int | None]]:
         """The slot of a step and (rows, address, version) of its lengths; a ConfigError for what can never be right."""
         slot = self._slot_of(step)
-        if type(step.revision) is not int:
-            raise ConfigError(f"Step.revision must be an int, got {step.revision!r}.")
-        if type(step.dummy) is not bool:
-            raise ConfigError(f"Step.dummy must be a bool, got {step.dummy!r}.")
         return slot, self._device.inspect_lens(step.context_lens)
 
     def _slot_of(self, step: Step) -> _Slot:
@@ -501,8 +502,12 @@ class PlanManager:
         slot = self._slots.get(step.key)
         if slot is not None:
             return slot
+        if type(step.revision) is not int:
+            raise ConfigError(f"Step.revision must be an int, got {step.revision!r}.")
+        if type(step.dummy) is not bool:
+            raise ConfigError(f"Step.dummy must be a bool, got {step.dummy!r}.")
         sites = sorted({slot.site for slot in self._slots.values()})
-        if step.site not in sites:
+        if type(step.site) is not str or step.site not in sites:
             raise ConfigError(f"no site {step.site!r}; this manager was given {', '.join(map(repr, sites))}.")
         raise ConfigError(
             f"ubatch must be an int in [0, {self._ubatches - 1}], got {step.ubatch!r}: this manager was configured "
@@ -738,6 +743,7 @@ class PlanManager:
                 raise self._refuse(
                     RouteError("a dummy step was decoded while recording: a graph would freeze its zeros.")
                 )
+            slot.checker.check_output(call[0])
             call[0].zero_()
             return
         if plan.route == "fallback" and self._fallback is None:
@@ -1032,9 +1038,11 @@ class PlanManager:
 
     def _record_of(self, g: Graph) -> GraphRecord | None:
         try:
-            return self._records_by_graph.get(g)
-        except TypeError:
-            raise ConfigError(f"a graph object is needed, got {g!r}.") from None
+            if callable(g.replay):
+                return self._records_by_graph.get(g)
+        except (AttributeError, TypeError):  # TypeError: takes no weak reference
+            pass
+        raise ConfigError(f"a graph object is needed, got {g!r}.")
 
     def _record_for(self, capture_id: int) -> GraphRecord:
         """The record of the capture this thread is in; the first call attaches its end to the graph."""
