@@ -65,23 +65,24 @@ def assert_all_works(world: World) -> None:
 
 
 def test_a_refresh_that_fails_leaves_no_mark() -> None:
-    """C73: eager; the tables are half-written, the next plan_for of the same step must refresh."""
+    """C73: eager; the tables are half-written, so the step that they held must refresh, as must the one that failed."""
     backend = FailingBackend()
     world = World(warm=True, backend=backend)
     world.set_lens(LENS)
-    step = world.step()
-    plan = world.manager.plan_for(step)
-    world.manager.plan_for(world.step())
-    backend.failing = "refresh"
-    with pytest.raises(BodyError):
-        world.manager.plan_for(step)
-    with pytest.raises(BodyError):
-        world.decode(plan)
-    backend.failing = ""
-    before = world.counters()["refreshes"]
-    world.output.fill_(torch.nan)
-    world.assert_right(world.decode(world.manager.plan_for(step)), world.expected())
-    assert world.counters()["refreshes"] == before + 1
+    failed, held = world.step(), world.step()
+    earlier = world.manager.plan_for(failed)
+    plan = world.manager.plan_for(held)
+    for fail in (lambda: world.manager.plan_for(failed), lambda: world.decode(earlier)):
+        backend.failing = "refresh"
+        with pytest.raises(BodyError):
+            fail()
+        backend.failing = ""
+        for step in (held, failed, held):
+            before = world.counters()["refreshes"]
+            plan = world.manager.plan_for(step)
+            assert world.counters()["refreshes"] == before + 1
+            world.output.fill_(torch.nan)
+            world.assert_right(world.decode(plan), world.expected())
     assert_nothing_is_left(world)
 
 
@@ -280,7 +281,7 @@ def nothing(world: World) -> None:
 
 
 without_a_plan = pytest.mark.parametrize(
-    "warm, before, reason",
+    ("warm", "before", "reason"),
     [(False, nothing, "never minted"), (True, evicted, "not resident: trimmed to 0 bytes")],
     ids=["never minted", "evicted"],
 )

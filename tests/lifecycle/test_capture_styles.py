@@ -441,6 +441,29 @@ def test_a_graph_keeps_its_captured_length_buffer(style: str) -> None:
 
 
 @both_styles
+def test_a_graph_keeps_what_it_reads_when_its_manager_is_dropped(style: str) -> None:
+    """C54: nobody closed the manager; tables, scratch and lengths go with the graph."""
+    world = World(warm=True)
+    lens = world.lens_buffer()
+    world.set_lens([500, 3, 257, 64, 1], into=lens)
+    expected = world.expected(lens=lens)
+    graph = world.capture(Step(lens, owner=Owner()), style)
+    if style == BEFORE_REPLAY:
+        world.manager.plan_for(world.step(lens=lens))
+    alive = weakref.ref(lens)
+    del lens, world.manager
+    gc.collect()
+    for _ in range(2):
+        world.output.fill_(torch.nan)
+        graph.replay()
+        world.assert_right(world.output, expected)
+    assert alive() is not None
+    del graph
+    gc.collect()
+    assert alive() is None
+
+
+@both_styles
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_graphs_may_go_in_any_order_and_the_rest_replay_right(style: str, order: tuple[int, ...]) -> None:
     """Three graphs of one lane, two of one class; released, reset and collected."""

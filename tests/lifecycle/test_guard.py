@@ -372,7 +372,7 @@ def test_guard_accepts_the_same_step_object_without_an_owner() -> None:
             captured.manager.guard(captured.graph, captured.step(owner=None))
 
 
-@pytest.mark.parametrize("owner, other", [(1, True), (1, 1.0), (True, 1), (7, 8)], ids=str)
+@pytest.mark.parametrize(("owner", "other"), [(1, True), (1, 1.0), (True, 1), (7, 8)], ids=str)
 def test_guard_does_not_confuse_owners_that_compare_equal(owner: object, other: object) -> None:
     """C74."""
     captured = Captured(BEFORE_REPLAY)
