@@ -200,6 +200,25 @@ def test_a_plan_shared_between_ubatches_is_named_eagerly() -> None:
     )
 
 
+class KeepsThePlanOnItself(InGraphBuilder):
+    """The first layer plans, and leaves the plan where the other micro-batch finds it, too."""
+
+    def decode(self, metadata: Metadata, layer: int, *call: Any) -> None:
+        if layer == 0:
+            Builder.plan(self, metadata)
+            self.current = metadata.plan
+        self.manager.pa_decode(self.current, *call)
+
+
+def test_a_layer_that_decodes_the_other_ubatchs_work_is_named() -> None:
+    message = failure("ubatches", KeepsThePlanOnItself)
+    assert re.fullmatch(
+        r"prepare_ubatch_decode, step 1 \(eager\), ubatch 0: row \d decoded (\d+) tokens' work, lengths say \d+ "
+        r"\(\1 is what ubatch 1 had\)",
+        message,
+    ), message
+
+
 class KeepsTheLastPlan(Builder):
     """A plan that fits in rows and heads is taken, whatever step it was made for."""
 
