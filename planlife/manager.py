@@ -317,7 +317,7 @@ class PlanManager:
             )
         if not self._enabled:
             return
-        if not (rows is None or isinstance(rows, (int, Iterable))):
+        if isinstance(rows, (str, bytes)) or not (rows is None or isinstance(rows, (int, Iterable))):
             raise ConfigError(f"warm() takes row counts, got {rows!r}.")
         wanted = None if rows is None else [rows] if isinstance(rows, int) else list(rows)
         todo: list[tuple[_Slot, Plan]] = []
@@ -350,7 +350,10 @@ class PlanManager:
             return self._plan_off(step)
         if self._released:
             self._drain()
-        slot = self._slots.get(step.key)
+        try:
+            slot = self._slots.get(step.key)
+        except AttributeError:
+            slot = None  # no Step: refused by its type
         if slot is not None:
             last = slot.last
             if last is not None and not step.dummy:
@@ -371,7 +374,10 @@ class PlanManager:
         return self._plan_for(step)
 
     def _plan_off(self, step: Step) -> OffPlan:
-        slot = self._slots.get(step.key)
+        try:
+            slot = self._slots.get(step.key)
+        except AttributeError:
+            slot = None  # no Step: refused by its type
         if slot is None or self._closed:
             self._enter("plan_for")
             slot = self._slot_of(step)
@@ -405,10 +411,9 @@ class PlanManager:
         if self._released:
             self._drain()
         try:
-            item = plan.item
+            slot, item = plan.slot, plan.item
         except AttributeError:
             raise ConfigError(f"pa_decode takes the StepPlan of plan_for, got {type(plan).__name__}.") from None
-        slot = plan.slot
         if slot.token is not self._token:
             raise RouteError(f"{plan!r} was made by another PlanManager; decode with the one that planned it.")
         call = (
@@ -466,8 +471,8 @@ class PlanManager:
             known = slot.last_fallback
             if (
                 known is not None
-                and known.captured == bool(capture_id)
                 and known.mark is not None
+                and known.mark.capture_id == capture_id
                 and known.mark.difference(step, rows, address, version) is None
             ):
                 return known  # decided once per step, also against us
@@ -489,10 +494,6 @@ class PlanManager:
     def _inspect(self, step: Step) -> tuple[_Slot, tuple[int, int, int | None]]:
         """The slot of a step and (rows, address, version) of its lengths; a ConfigError for what can never be right."""
         slot = self._slot_of(step)
-        if type(step.revision) is not int:
-            raise ConfigError(f"Step.revision must be an int, got {step.revision!r}.")
-        if type(step.dummy) is not bool:
-            raise ConfigError(f"Step.dummy must be a bool, got {step.dummy!r}.")
         return slot, self._device.inspect_lens(step.context_lens)
 
     def _slot_of(self, step: Step) -> _Slot:
@@ -501,8 +502,12 @@ class PlanManager:
         slot = self._slots.get(step.key)
         if slot is not None:
             return slot
+        if type(step.revision) is not int:
+            raise ConfigError(f"Step.revision must be an int, got {step.revision!r}.")
+        if type(step.dummy) is not bool:
+            raise ConfigError(f"Step.dummy must be a bool, got {step.dummy!r}.")
         sites = sorted({slot.site for slot in self._slots.values()})
-        if step.site not in sites:
+        if type(step.site) is not str or step.site not in sites:
             raise ConfigError(f"no site {step.site!r}; this manager was given {', '.join(map(repr, sites))}.")
         raise ConfigError(
             f"ubatch must be an int in [0, {self._ubatches - 1}], got {step.ubatch!r}: this manager was configured "
@@ -530,6 +535,8 @@ class PlanManager:
                 else:
                     self._counters.misses += 1
                 why = self._make_resident(slot, plan, mark)
+                if why is None and mark.capture_id:
+                    self._pin(mark.capture_id, slot, plan)
                 pair = plan.pair
             if why is not None or pair is None:
                 return self._fall_back(slot, mark, why or _Why("evicted", "evicted by another thread"))
@@ -574,7 +581,7 @@ class PlanManager:
             rows, address, version = self._device.inspect_lens(lens)
             part_mark = Mark(step, lens, rows, address, version, mark.capture_id)
             part_mark.retire()
-            parts.append(StepPlan(slot, "planned", "", rows, part_mark, plan, bool(mark.capture_id)))
+            parts.append(StepPlan(slot, "planned", "", rows, part_mark, plan, bool(mark.capture_id), whole=mark))
         step_plan = StepPlan(slot, "planned", "", mark.rows, mark, None, bool(mark.capture_id), tuple(parts))
         self._log_route(slot, step_plan, "in parts")
         return step_plan
@@ -651,7 +658,7 @@ class PlanManager:
                 )
             )
         with self._lock:
-            self._enter("pa_decode")
+            self._check_open("pa_decode")
             if not (item.is_resident and slot.arena.is_resident):
                 self._materialise(slot, item, mark)
             pair, scratch = item.pair, slot.arena.buffer
@@ -664,10 +671,10 @@ class PlanManager:
     def _settle_recording(self, plan: StepPlan, item: Plan, mark: Mark, capture_id: int) -> tuple[Tables, Any]:
         slot = plan.slot
         with self._lock:
-            self._enter("pa_decode")
+            self._check_open("pa_decode")
+            self._pin(capture_id, slot, item)
             pair, scratch = item.pair, slot.arena.buffer
-            if pair is None or scratch is None:
-                raise self._refuse(MintError(self._not_resident_message(slot, item)))
+        assert pair is not None
         if plan.captured:
             tables = pair.in_graph
             if tables.mark is not mark:
@@ -736,6 +743,7 @@ class PlanManager:
                 raise self._refuse(
                     RouteError("a dummy step was decoded while recording: a graph would freeze its zeros.")
                 )
+            slot.checker.check_output(call[0])
             call[0].zero_()
             return
         if plan.route == "fallback" and self._fallback is None:
@@ -748,16 +756,23 @@ class PlanManager:
         rows, address, version = self._device.inspect_lens(plan.context_lens)
         ladder = slot.ladder
         slot.checker.check(rows, ladder.class_for(rows) if 0 < rows <= ladder.max_rows else rows, *call)
+        if plan.parts:
+            if capture_id and not plan.captured:
+                raise self._refuse(
+                    RouteError(
+                        f"{plan!r} decodes in parts through one table set, which is refreshed for each part: that must "
+                        "be recorded too. Call plan_for inside the recording, or raise the ladder's top class."
+                    )
+                )
+            self._decode_parts(slot.spec.query_length, plan.parts, call)
+            return
         if capture_id:
             mark = plan.mark
             if mark is None:
                 own_step = Step(plan.context_lens, site=slot.site, ubatch=slot.ubatch)
                 mark = Mark(own_step, plan.context_lens, rows, address, version, capture_id)
             self._note_other_read(capture_id, plan, mark)
-        if plan.parts:
-            self._decode_parts(slot.spec.query_length, plan.parts, call)
-        else:
-            self._decode_by_fallback(slot.spec, rows, plan.context_lens, call)
+        self._decode_by_fallback(slot.spec, rows, plan.context_lens, call)
 
     def _decode_by_fallback(self, spec: PlanSpec, rows: int, context_lens: Any, call: tuple[Any, ...]) -> None:
         assert self._fallback is not None
@@ -854,6 +869,8 @@ class PlanManager:
         A body that raises leaves the graph empty and its pins gone. On a CPU the graph is a planlife EmulatedGraph.
         """
         self._enter("graph")
+        if self._capture_id():
+            raise self._refuse(RouteError("graph() was called while this stream records: captures do not nest."))
         if g is None:
             g = self._device.new_graph()
         elif self._record_of(g) is not None:
@@ -898,6 +915,10 @@ class PlanManager:
         """
         self._enter("guard")
         try:
+            if self._capture_id():
+                raise self._refuse(
+                    RouteError("guard() was called while this stream records: a replay cannot be part of a graph.")
+                )
             record = self._record_of(g)
             if record is None or record.released:
                 raise self._refuse(
@@ -914,11 +935,14 @@ class PlanManager:
         matches: list[tuple[Read, _Given]] = []
         unmatched: list[Read] = []
         for read in record.reads.values():
-            fitting = next((one for one in given if one.difference(read) is None), None)
-            if fitting is None:
-                unmatched.append(read)
+            fitting = [one for one in given if one.difference(read) is None]
+            # All steps that fit must be the right one, in whatever order they came. A dummy beside a real step of the
+            # same plan has nothing to empty.
+            fitting = [one for one in fitting if not one.is_dummy] or fitting
+            if fitting:
+                matches.extend((read, one) for one in fitting)
             else:
-                matches.append((read, fitting))
+                unmatched.append(read)
         used = [id(one) for _, one in matches]
         for read in unmatched:
             spare = [one for one in given if id(one) not in used]
@@ -948,6 +972,8 @@ class PlanManager:
             raise self._stale_field(record, read, "mark", "no known lengths", wanted)
         if mark is _EMPTY:
             raise self._stale_field(record, read, "mark", "emptied for a dummy step", wanted)
+        if read.captured and mark is read.mark:
+            raise self._stale_field(record, read, "mark", "a refresh that was recorded and never replayed", wanted)
         if mark.capture_id != read.mark.capture_id:
             raise self._stale_field(record, read, "refreshing capture", mark.capture_id, read.mark.capture_id)
         difference = mark.difference(one.step, one.rows, one.address, one.version)
@@ -975,7 +1001,7 @@ class PlanManager:
     def _foresee(self, record: GraphRecord, matches: list[tuple[Read, _Given]]) -> None:
         """Everything was checked: bring the marks to where the replay will leave the tables."""
         refreshes: dict[Plan, int] = {}
-        for read, _ in matches:
+        for read in record.reads.values():
             if read.plan is not None and read.captured:
                 refreshes[read.plan] = refreshes.get(read.plan, 0) + read.refreshes
         for read, one in matches:
@@ -1012,9 +1038,11 @@ class PlanManager:
 
     def _record_of(self, g: Graph) -> GraphRecord | None:
         try:
-            return self._records_by_graph.get(g)
-        except TypeError:
-            raise ConfigError(f"a graph object is needed, got {g!r}.") from None
+            if callable(g.replay):
+                return self._records_by_graph.get(g)
+        except (AttributeError, TypeError):  # TypeError: takes no weak reference
+            pass
+        raise ConfigError(f"a graph object is needed, got {g!r}.")
 
     def _record_for(self, capture_id: int) -> GraphRecord:
         """The record of the capture this thread is in; the first call attaches its end to the graph."""
@@ -1034,33 +1062,43 @@ class PlanManager:
         assert plan.item is not None and plan.mark is not None
         if not plan.captured:
             return (plan.item.key, "eager")
-        return (plan.item.key, "in-graph", plan.mark.address, plan.mark.rows)
+        whole = plan.whole or plan.mark
+        return (plan.item.key, "in-graph", whole.address, whole.rows)
+
+    def _pin(self, capture_id: int, slot: _Slot, item: Plan) -> None:
+        """The graph being recorded needs this plan and its scratch to stay where they are.
+
+        Before their addresses are taken: until then another thread may evict them and bring them back elsewhere. The
+        manager's lock is held.
+        """
+        if not (item.is_resident and slot.arena.is_resident):
+            raise self._refuse(MintError(self._not_resident_message(slot, item)))
+        record = self._record_for(capture_id)
+        self._residency.num_pinning_graphs += not record.pinned
+        for pinned in (item, slot.arena):
+            if pinned not in record.pinned:
+                self._residency.store.pin(pinned)
+                record.pinned.append(pinned)
+                record.holds.append(pinned.buffer)
+                self._announcer.note("pin", pinned, str(record))
 
     def _note_read(self, capture_id: int, plan: StepPlan, refreshed: bool) -> None:
-        """The graph being recorded reads this plan: pin what it reads, remember what it must find at replay."""
-        item, slot, mark = plan.item, plan.slot, plan.mark
+        """The graph being recorded reads this plan: remember what it must find at replay."""
+        item, mark = plan.item, plan.mark
         assert item is not None and mark is not None
         with self._lock:
-            if not (item.is_resident and slot.arena.is_resident):
-                raise self._refuse(MintError(self._not_resident_message(slot, item)))
             record = self._record_for(capture_id)
-            self._residency.num_pinning_graphs += not record.pinned
-            for pinned in (item, slot.arena):
-                if pinned not in record.pinned:
-                    self._residency.store.pin(pinned)
-                    record.pinned.append(pinned)
-                    record.holds.append(pinned.buffer)
-                    self._announcer.note("pin", pinned, str(record))
             key = self._read_key(plan)
             read = record.reads.get(key)
             if read is None:
-                read = Read(plan.site, plan.ubatch, plan.route, plan.rows, mark, item, plan.captured)
+                whole = plan.whole or mark
+                read = Read(plan.site, plan.ubatch, plan.route, whole.rows, whole, item, plan.captured)
                 record.reads[key] = read
-                record.holds.append(mark.lens)
+                record.holds.append(whole.lens)
             read.refreshes += refreshed
 
     def _note_other_read(self, capture_id: int, plan: StepPlan | OffPlan, mark: Mark) -> None:
-        """The graph being recorded runs the fallback, or decodes in parts, over this length buffer."""
+        """The graph being recorded runs the fallback over this length buffer."""
         with self._lock:
             record = self._record_for(capture_id)
             key = (plan.site, plan.ubatch, plan.route, mark.address, mark.rows)
@@ -1076,6 +1114,8 @@ class PlanManager:
             self._forget_fallbacks()
             self._residency.num_pinning_graphs -= bool(record.pinned)
             for item in record.pinned:
+                if isinstance(item, Plan):
+                    item.forget_capture(record.capture_id)
                 self._residency.store.unpin(item)
             record.pinned.clear()
             record.holds.clear()
@@ -1251,13 +1291,16 @@ class PlanManager:
     # ------------------------------------------------------------------ small things
 
     def _enter(self, what: str) -> None:
-        """Every entry point: refuse after close, settle what happened meanwhile."""
-        if self._closed:
-            raise ClosedError(f"{what} was called on a closed PlanManager; make a new one.")
+        """Every entry point: refuse after close, settle what happened meanwhile. Holds no lock: hooks are called."""
+        self._check_open(what)
         if self._released:
             self._drain()
         if self._flags is not None and not self._capture_id():
             self._collect_flags(may_raise=True)
+
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise ClosedError(f"{what} was called on a closed PlanManager; make a new one.")
 
     def _sanitize_tables(self, tables: Tables, mark: Mark) -> None:
         """Compare the tables with the lengths that are in the buffer now; recorded into the graph when recording."""

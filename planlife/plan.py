@@ -157,6 +157,12 @@ class Plan(Item):
         super().attach(buffer, content)
         self.pair = content
 
+    def forget_capture(self, capture_id: int) -> None:
+        """The graph of that capture is gone, or never came to be: nothing will bring these tables to its mark."""
+        in_graph = self.pair.in_graph if self.pair is not None else None
+        if in_graph is not None and in_graph.mark is not None and in_graph.mark.capture_id == capture_id:
+            in_graph.set_mark(None)
+
     def detach(self) -> Any:
         pair, self.pair = self.pair, None
         if pair is not None:
@@ -181,7 +187,20 @@ class StepPlan:
     that serves them, None off the planned route. captured: made while a stream recorded (its tables are in-graph).
     """
 
-    __slots__ = ("captured", "class_rows", "item", "mark", "parts", "reason", "route", "rows", "site", "slot", "ubatch")
+    __slots__ = (
+        "captured",
+        "class_rows",
+        "item",
+        "mark",
+        "parts",
+        "reason",
+        "route",
+        "rows",
+        "site",
+        "slot",
+        "ubatch",
+        "whole",
+    )
 
     def __init__(
         self,
@@ -193,6 +212,7 @@ class StepPlan:
         item: Plan | None,
         captured: bool,
         parts: tuple[StepPlan, ...] = (),
+        whole: Mark | None = None,
     ) -> None:
         self.slot = slot
         self.site: str = slot.site
@@ -203,6 +223,7 @@ class StepPlan:
         self.mark = mark
         self.item = item
         self.parts = parts  #: rows beyond the ladder: one StepPlan of the top class per chunk
+        self.whole = whole  #: of a part: the mark of the step that it is a part of, which is what guard is given
         self.class_rows: int | None = parts[0].class_rows if parts else item.class_rows if item is not None else None
         self.captured = captured
 

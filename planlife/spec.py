@@ -137,8 +137,9 @@ class Step:
     revision: int
     ubatch: int
     dummy: bool
-    #: What plan_for looks up. A bool ubatch equals an int as a dict key, so it is told apart here.
-    key: tuple[object, object]
+    #: What plan_for looks up, None for a step that is to be refused. A bool equals an int in a comparison of marks and as
+    #: a dict key, so wrong types are told apart here, once.
+    key: tuple[object, object] | None
 
     def __init__(
         self,
@@ -156,7 +157,8 @@ class Step:
         _set_revision(self, revision)
         _set_ubatch(self, ubatch)
         _set_dummy(self, dummy)
-        _set_key(self, (site if type(site) is str else repr(site), ubatch if type(ubatch) is int else repr(ubatch)))
+        is_right = type(site) is str and type(ubatch) is int and type(revision) is int and type(dummy) is bool
+        _set_key(self, (site, ubatch) if is_right else None)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a Step is immutable; make a new one instead of setting {name}")

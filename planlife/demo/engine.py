@@ -54,9 +54,19 @@ def run_demo(config: DemoConfig, progress: Progress | None = None) -> DemoResult
 
     progress: called with (done, total, text) as it runs.
 
-    Raises ConfigError, TraceError; whatever planlife refuses comes through. Capture: no. Syncs: yes.
-    Allocates: the KV pool and the buffers of all graphs.
+    Runs torch on one CPU thread meanwhile. Raises ConfigError, TraceError; whatever planlife refuses comes through.
+    Capture: no. Syncs: yes. Allocates: the KV pool and the buffers of all graphs.
     """
+    num_threads = torch.get_num_threads()
+    # The ops are tiny. More threads only wait for each other, on busy cores for minutes.
+    torch.set_num_threads(1)
+    try:
+        return _run(config, progress)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _run(config: DemoConfig, progress: Progress | None) -> DemoResult:
     report_progress = progress if progress is not None else lambda done, total, text: None
     started = time.perf_counter()
     if config.trace_path is None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ BIG_ERROR = 1e-2  # relative, per row, BF16
 #: Where plan_for is called: before each replay, or inside the recording.
 BEFORE_REPLAY, IN_GRAPH = "before replay", "in graph"
 both_styles = pytest.mark.parametrize("style", [BEFORE_REPLAY, IN_GRAPH])
+
+Result = TypeVar("Result")
 
 
 class Owner:
@@ -108,8 +111,10 @@ class World:
         output: torch.Tensor | None = None,
         tables: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        query = self.query if query is None else query
-        output = self.output if output is None else output
+        """One layer; its query and output are by default as many rows of the world's as the plan can take."""
+        end = (plan.class_rows or plan.rows) * self.spec.query_length
+        query = self.query[:end] if query is None else query
+        output = self.output[:end] if output is None else output
         tables = self.tables if tables is None else tables
         result: torch.Tensor = self.manager.pa_decode(
             plan, output, query, self.key_cache, self.value_cache, tables, self.spec.head_dim**-0.5
@@ -147,6 +152,11 @@ class World:
         """A capture that the engine opens itself, past the manager."""
         return record(g, **options)
 
+    def elsewhere(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns on a thread of its own, which records nothing; its exception is raised here."""
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(work).result(timeout=30)
+
     def counters(self) -> dict[str, int]:
         return self.manager.report().counters
 
@@ -174,7 +184,7 @@ class World:
         )
 
     def assert_right(self, output: torch.Tensor, expected: torch.Tensor, query_length: int = 1) -> None:
-        """Row by row: a global norm would hide a wrong long row behind short ones."""
+        """Row by row: a global norm would hide a wrong long row behind short ones. Rows beyond `expected` are zeros."""
         errors = row_errors(output, expected, query_length)
         assert (errors <= BIG_ERROR).all(), f"relative error per row: {errors.tolist()}"
 

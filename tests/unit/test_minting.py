@@ -74,7 +74,7 @@ def test_on_miss_fallback_without_a_fallback_is_refused_at_the_decode() -> None:
     world = FakeWorld()
     plan = world.manager.plan_for(world.step([7] * 8))
     assert plan.route == "fallback"
-    with pytest.raises(RouteError, match="never minted.*fallback="):
+    with pytest.raises(RouteError, match=r"never minted.*fallback="):
         world.decode(plan)
 
 
@@ -175,13 +175,17 @@ def test_warm_is_refused_outside_a_capture_phase() -> None:
 def test_an_exception_in_the_capture_phase_seals_it_and_leaves_no_pins() -> None:
     """C50."""
     world = FakeWorld()
-    with pytest.raises(KeyboardInterrupt):
+    step = world.step([5] * 8)
+
+    def capture_until_interrupted() -> None:
         with world.manager.capture_phase():
             world.manager.warm(8)
-            step = world.step([5] * 8)
             with world.manager.graph():
                 world.manager.pa_decode(world.manager.plan_for(step), **world.call(8))
                 raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        capture_until_interrupted()
     report = world.manager.report()
     assert report.sealed
     assert (report.pinned_bytes, report.num_graphs) == (0, 0)
@@ -232,7 +236,7 @@ def test_a_manager_dropped_without_close_leaves_no_buffer() -> None:
 def test_a_site_that_the_backend_refuses_is_refused_at_construction_without_a_fallback() -> None:
     """C44, C65: where the configuration can never work."""
     backend = FakeBackend(spec_reasons=["head_dim 16 is not built; use 64"])
-    with pytest.raises(ConfigError, match="head_dim 16 is not built; use 64.*No fallback"):
+    with pytest.raises(ConfigError, match=r"head_dim 16 is not built; use 64.*No fallback"):
         FakeWorld(backend=backend)
     world = FakeWorld(backend=backend, fallback=live_lens_fallback)  # positive control
     world.warm()
