@@ -47,22 +47,13 @@ class _Why(NamedTuple):
 
 
 class _Slot:
-    """What belongs to one (site, ubatch): its plans by class, its lane's arena, and the last decision."""
+    """What belongs to one (site, ubatch): its plans by class and its lane's arena.
 
-    __slots__ = (
-        "arena",
-        "checker",
-        "ladder",
-        "last",
-        "last_fallback",
-        "num_skipped",
-        "plans",
-        "refusal",
-        "site",
-        "spec",
-        "token",
-        "ubatch",
-    )
+    It references no StepPlan, which references it: a dropped manager gives its buffers back without a collection, also
+    where an engine runs with garbage collection off.
+    """
+
+    __slots__ = ("arena", "checker", "ladder", "plans", "refusal", "site", "spec", "token", "ubatch")
 
     def __init__(
         self,
@@ -85,6 +76,15 @@ class _Slot:
         self.plans = plans
         self.arena = arena
         self.refusal = refusal  #: why the backend can never serve this site, "" if it can
+
+
+class _Answers:
+    """The last decisions of one (site, ubatch)."""
+
+    __slots__ = ("last", "last_fallback", "num_skipped", "slot")
+
+    def __init__(self, slot: _Slot) -> None:
+        self.slot = slot
         self.last: StepPlan | None = None  #: the last planned step, for skipping
         self.last_fallback: StepPlan | None = None  #: the last step that fell back, so that its layers agree
         self.num_skipped = 0  #: plan_for calls answered by `last`
@@ -172,6 +172,7 @@ class PlanManager:
             self._device, self._backend, self._sizing, self._check_budget(budget_bytes), self._counters, self._announcer
         )
         self._slots = self._make_slots(specs, ladders, refusals)
+        self._answers = {key: _Answers(slot) for key, slot in self._slots.items()}
 
         self._lock = threading.RLock()
         self._num_phases = 0
@@ -351,11 +352,11 @@ class PlanManager:
         if self._released:
             self._drain()
         try:
-            slot = self._slots.get(step.key)
+            answers = self._answers.get(step.key)
         except AttributeError:
-            slot = None  # no Step: refused by its type
-        if slot is not None:
-            last = slot.last
+            answers = None  # no Step: refused by its type
+        if answers is not None:
+            last = answers.last
             if last is not None and not step.dummy:
                 mark = last.mark
                 lens = step.context_lens
@@ -369,7 +370,7 @@ class PlanManager:
                             and mark.is_owned_by(step.owner)  # type: ignore[union-attr]
                             and (mark.version is None or mark.version == lens._version)  # type: ignore[union-attr]
                         ):
-                            slot.num_skipped += 1
+                            answers.num_skipped += 1
                             return last
         return self._plan_for(step)
 
@@ -468,7 +469,7 @@ class PlanManager:
                         )
                     )
                 return StepPlan(slot, "dummy", "dummy step" if step.dummy else "no rows", rows, None, None, False)
-            known = slot.last_fallback
+            known = self._answers[(slot.site, slot.ubatch)].last_fallback
             if (
                 known is not None
                 and known.mark is not None
@@ -488,8 +489,8 @@ class PlanManager:
 
     def _forget_fallbacks(self) -> None:
         """Something changed that may let a step that fell back be planned."""
-        for slot in self._slots.values():
-            slot.set_last_fallback(None)
+        for answers in self._answers.values():
+            answers.set_last_fallback(None)
 
     def _inspect(self, step: Step) -> tuple[_Slot, tuple[int, int, int | None]]:
         """The slot of a step and (rows, address, version) of its lengths; a ConfigError for what can never be right."""
@@ -555,7 +556,7 @@ class PlanManager:
                 self._note_read(mark.capture_id, step_plan, refreshed)
         self._log_route(slot, step_plan, "")
         if slot.spec.shared_lengths:
-            slot.last = step_plan
+            self._answers[(slot.site, slot.ubatch)].last = step_plan
         return step_plan
 
     @staticmethod
@@ -602,7 +603,7 @@ class PlanManager:
             "fallback", f"{slot.site}/ub{slot.ubatch}", why.text, rows=mark.rows, recorded=bool(mark.capture_id)
         )
         self._log_route(slot, step_plan, why.code)
-        slot.set_last_fallback(step_plan)
+        self._answers[(slot.site, slot.ubatch)].set_last_fallback(step_plan)
         return step_plan
 
     def _log_route(self, slot: _Slot, plan: StepPlan, code: str) -> None:
@@ -985,7 +986,8 @@ class PlanManager:
         if not self._enabled:
             return "fallback"
         slot = one.slot
-        for known in (slot.last, slot.last_fallback):
+        answers = self._answers[(slot.site, slot.ubatch)]
+        for known in (answers.last, answers.last_fallback):
             if (
                 known is not None
                 and known.mark is not None
@@ -1195,9 +1197,9 @@ class PlanManager:
             self._collect_flags(may_raise=False)
         with self._lock:
             counters = self._counters.to_dict()
-            for slot in self._slots.values():
-                counters["hits"] += slot.num_skipped
-                counters["refreshes_skipped"] += slot.num_skipped
+            for answers in self._answers.values():
+                counters["hits"] += answers.num_skipped
+                counters["refreshes_skipped"] += answers.num_skipped
             plans = [plan for slot in self._slots.values() for plan in slot.plans.values()]
             arenas = {slot.arena.key: slot.arena for slot in self._slots.values()}
             return MemoryReport(
@@ -1276,9 +1278,9 @@ class PlanManager:
             for record in list(self._records.values()):
                 self._release(record, "the manager was closed")
             self._residency.evict_down_to(0, "the manager was closed")
-            for slot in self._slots.values():
-                slot.last = None
-                slot.set_last_fallback(None)
+            for answers in self._answers.values():
+                answers.last = None
+                answers.set_last_fallback(None)
             self._flags = None
         self._announcer.deliver()
 
