@@ -90,7 +90,8 @@ class CallChecker:
         if not (
             plan_rows <= rows <= class_rows
             and (
-                (query_ref() is query and output_ref() is output)
+                # A reference that died gives None, which must not pass for a tensor that was remembered.
+                (query_ref() is query is not None and output_ref() is output is not None)
                 or (
                     getattr(query, "shape", None) == shape
                     and getattr(output, "shape", None) == shape
@@ -105,10 +106,10 @@ class CallChecker:
         ):
             self._check_queries(plan_rows, class_rows, output, query)
         caches = self._caches.get(id(key_cache))
-        if caches is None or caches[0]() is not key_cache or caches[1]() is not value_cache:
+        if caches is None or caches[0]() is not key_cache or caches[1]() is not value_cache or value_cache is None:
             self._remember_caches(key_cache, value_cache)
         tables_ref, table_rows = self._tables
-        if tables_ref() is not block_tables or table_rows < plan_rows:
+        if tables_ref() is not block_tables or block_tables is None or table_rows < plan_rows:
             self._check_tables(plan_rows, block_tables)
         # The type comes first: comparing a device tensor would read it back.
         if type(softmax_scale) is not float or softmax_scale != self._scale:
@@ -117,6 +118,14 @@ class CallChecker:
             self._check_scales(key_scale, value_scale)
         if sinks is not None:
             self._check_sinks(sinks)
+
+    def check_output(self, output: Any) -> None:
+        """Refuse what cannot be the output of a dummy step, of any row count. Raises ConfigError."""
+        self._check_placed("output", output, self.spec.q_dtype)
+        if tuple(output.shape)[1:] != (self.spec.num_q_heads, self.spec.head_dim):
+            raise self._refuse(
+                "output's shape", list(output.shape), f"[any, {self.spec.num_q_heads}, {self.spec.head_dim}]"
+            )
 
     def _refuse(self, what: str, found: object, wanted: str) -> ConfigError:
         return ConfigError(f"site {self.site!r}: {what} is {found}, wanted {wanted}.")
@@ -199,7 +208,11 @@ class CallChecker:
     def _check_number(self, what: str, value: Any) -> None:
         if not isinstance(value, Real) or isinstance(value, bool):
             raise self._refuse(what, _shown(value), "a number on the host")
-        if not (math.isfinite(value) and float(value) > 0):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not (math.isfinite(number) and number > 0):
             raise self._refuse(what, value, "finite and > 0")
 
     def _check_scales(self, key_scale: Any, value_scale: Any) -> None:

@@ -47,22 +47,13 @@ class _Why(NamedTuple):
 
 
 class _Slot:
-    """What belongs to one (site, ubatch): its plans by class, its lane's arena, and the last decision."""
+    """What belongs to one (site, ubatch): its plans by class and its lane's arena.
 
-    __slots__ = (
-        "arena",
-        "checker",
-        "ladder",
-        "last",
-        "last_fallback",
-        "num_skipped",
-        "plans",
-        "refusal",
-        "site",
-        "spec",
-        "token",
-        "ubatch",
-    )
+    It references no StepPlan, which references it: a dropped manager gives its buffers back without a collection, also
+    where an engine runs with garbage collection off.
+    """
+
+    __slots__ = ("arena", "checker", "ladder", "plans", "refusal", "site", "spec", "token", "ubatch")
 
     def __init__(
         self,
@@ -85,6 +76,15 @@ class _Slot:
         self.plans = plans
         self.arena = arena
         self.refusal = refusal  #: why the backend can never serve this site, "" if it can
+
+
+class _Answers:
+    """The last decisions of one (site, ubatch)."""
+
+    __slots__ = ("last", "last_fallback", "num_skipped", "slot")
+
+    def __init__(self, slot: _Slot) -> None:
+        self.slot = slot
         self.last: StepPlan | None = None  #: the last planned step, for skipping
         self.last_fallback: StepPlan | None = None  #: the last step that fell back, so that its layers agree
         self.num_skipped = 0  #: plan_for calls answered by `last`
@@ -172,6 +172,7 @@ class PlanManager:
             self._device, self._backend, self._sizing, self._check_budget(budget_bytes), self._counters, self._announcer
         )
         self._slots = self._make_slots(specs, ladders, refusals)
+        self._answers = {key: _Answers(slot) for key, slot in self._slots.items()}
 
         self._lock = threading.RLock()
         self._num_phases = 0
@@ -317,7 +318,7 @@ class PlanManager:
             )
         if not self._enabled:
             return
-        if not (rows is None or isinstance(rows, (int, Iterable))):
+        if isinstance(rows, (str, bytes)) or not (rows is None or isinstance(rows, (int, Iterable))):
             raise ConfigError(f"warm() takes row counts, got {rows!r}.")
         wanted = None if rows is None else [rows] if isinstance(rows, int) else list(rows)
         todo: list[tuple[_Slot, Plan]] = []
@@ -350,9 +351,12 @@ class PlanManager:
             return self._plan_off(step)
         if self._released:
             self._drain()
-        slot = self._slots.get(step.key)
-        if slot is not None:
-            last = slot.last
+        try:
+            answers = self._answers.get(step.key)
+        except AttributeError:
+            answers = None  # no Step: refused by its type
+        if answers is not None:
+            last = answers.last
             if last is not None and not step.dummy:
                 mark = last.mark
                 lens = step.context_lens
@@ -366,12 +370,15 @@ class PlanManager:
                             and mark.is_owned_by(step.owner)  # type: ignore[union-attr]
                             and (mark.version is None or mark.version == lens._version)  # type: ignore[union-attr]
                         ):
-                            slot.num_skipped += 1
+                            answers.num_skipped += 1
                             return last
         return self._plan_for(step)
 
     def _plan_off(self, step: Step) -> OffPlan:
-        slot = self._slots.get(step.key)
+        try:
+            slot = self._slots.get(step.key)
+        except AttributeError:
+            slot = None  # no Step: refused by its type
         if slot is None or self._closed:
             self._enter("plan_for")
             slot = self._slot_of(step)
@@ -405,10 +412,9 @@ class PlanManager:
         if self._released:
             self._drain()
         try:
-            item = plan.item
+            slot, item = plan.slot, plan.item
         except AttributeError:
             raise ConfigError(f"pa_decode takes the StepPlan of plan_for, got {type(plan).__name__}.") from None
-        slot = plan.slot
         if slot.token is not self._token:
             raise RouteError(f"{plan!r} was made by another PlanManager; decode with the one that planned it.")
         call = (
@@ -463,11 +469,11 @@ class PlanManager:
                         )
                     )
                 return StepPlan(slot, "dummy", "dummy step" if step.dummy else "no rows", rows, None, None, False)
-            known = slot.last_fallback
+            known = self._answers[(slot.site, slot.ubatch)].last_fallback
             if (
                 known is not None
-                and known.captured == bool(capture_id)
                 and known.mark is not None
+                and known.mark.capture_id == capture_id
                 and known.mark.difference(step, rows, address, version) is None
             ):
                 return known  # decided once per step, also against us
@@ -483,16 +489,12 @@ class PlanManager:
 
     def _forget_fallbacks(self) -> None:
         """Something changed that may let a step that fell back be planned."""
-        for slot in self._slots.values():
-            slot.set_last_fallback(None)
+        for answers in self._answers.values():
+            answers.set_last_fallback(None)
 
     def _inspect(self, step: Step) -> tuple[_Slot, tuple[int, int, int | None]]:
         """The slot of a step and (rows, address, version) of its lengths; a ConfigError for what can never be right."""
         slot = self._slot_of(step)
-        if type(step.revision) is not int:
-            raise ConfigError(f"Step.revision must be an int, got {step.revision!r}.")
-        if type(step.dummy) is not bool:
-            raise ConfigError(f"Step.dummy must be a bool, got {step.dummy!r}.")
         return slot, self._device.inspect_lens(step.context_lens)
 
     def _slot_of(self, step: Step) -> _Slot:
@@ -501,8 +503,12 @@ class PlanManager:
         slot = self._slots.get(step.key)
         if slot is not None:
             return slot
+        if type(step.revision) is not int:
+            raise ConfigError(f"Step.revision must be an int, got {step.revision!r}.")
+        if type(step.dummy) is not bool:
+            raise ConfigError(f"Step.dummy must be a bool, got {step.dummy!r}.")
         sites = sorted({slot.site for slot in self._slots.values()})
-        if step.site not in sites:
+        if type(step.site) is not str or step.site not in sites:
             raise ConfigError(f"no site {step.site!r}; this manager was given {', '.join(map(repr, sites))}.")
         raise ConfigError(
             f"ubatch must be an int in [0, {self._ubatches - 1}], got {step.ubatch!r}: this manager was configured "
@@ -550,7 +556,7 @@ class PlanManager:
                 self._note_read(mark.capture_id, step_plan, refreshed)
         self._log_route(slot, step_plan, "")
         if slot.spec.shared_lengths:
-            slot.last = step_plan
+            self._answers[(slot.site, slot.ubatch)].last = step_plan
         return step_plan
 
     @staticmethod
@@ -597,7 +603,7 @@ class PlanManager:
             "fallback", f"{slot.site}/ub{slot.ubatch}", why.text, rows=mark.rows, recorded=bool(mark.capture_id)
         )
         self._log_route(slot, step_plan, why.code)
-        slot.set_last_fallback(step_plan)
+        self._answers[(slot.site, slot.ubatch)].set_last_fallback(step_plan)
         return step_plan
 
     def _log_route(self, slot: _Slot, plan: StepPlan, code: str) -> None:
@@ -738,6 +744,7 @@ class PlanManager:
                 raise self._refuse(
                     RouteError("a dummy step was decoded while recording: a graph would freeze its zeros.")
                 )
+            slot.checker.check_output(call[0])
             call[0].zero_()
             return
         if plan.route == "fallback" and self._fallback is None:
@@ -863,6 +870,8 @@ class PlanManager:
         A body that raises leaves the graph empty and its pins gone. On a CPU the graph is a planlife EmulatedGraph.
         """
         self._enter("graph")
+        if self._capture_id():
+            raise self._refuse(RouteError("graph() was called while this stream records: captures do not nest."))
         if g is None:
             g = self._device.new_graph()
         elif self._record_of(g) is not None:
@@ -907,6 +916,10 @@ class PlanManager:
         """
         self._enter("guard")
         try:
+            if self._capture_id():
+                raise self._refuse(
+                    RouteError("guard() was called while this stream records: a replay cannot be part of a graph.")
+                )
             record = self._record_of(g)
             if record is None or record.released:
                 raise self._refuse(
@@ -923,11 +936,14 @@ class PlanManager:
         matches: list[tuple[Read, _Given]] = []
         unmatched: list[Read] = []
         for read in record.reads.values():
-            fitting = next((one for one in given if one.difference(read) is None), None)
-            if fitting is None:
-                unmatched.append(read)
+            fitting = [one for one in given if one.difference(read) is None]
+            # All steps that fit must be the right one, in whatever order they came. A dummy beside a real step of the
+            # same plan has nothing to empty.
+            fitting = [one for one in fitting if not one.is_dummy] or fitting
+            if fitting:
+                matches.extend((read, one) for one in fitting)
             else:
-                matches.append((read, fitting))
+                unmatched.append(read)
         used = [id(one) for _, one in matches]
         for read in unmatched:
             spare = [one for one in given if id(one) not in used]
@@ -970,7 +986,8 @@ class PlanManager:
         if not self._enabled:
             return "fallback"
         slot = one.slot
-        for known in (slot.last, slot.last_fallback):
+        answers = self._answers[(slot.site, slot.ubatch)]
+        for known in (answers.last, answers.last_fallback):
             if (
                 known is not None
                 and known.mark is not None
@@ -986,7 +1003,7 @@ class PlanManager:
     def _foresee(self, record: GraphRecord, matches: list[tuple[Read, _Given]]) -> None:
         """Everything was checked: bring the marks to where the replay will leave the tables."""
         refreshes: dict[Plan, int] = {}
-        for read, _ in matches:
+        for read in record.reads.values():
             if read.plan is not None and read.captured:
                 refreshes[read.plan] = refreshes.get(read.plan, 0) + read.refreshes
         for read, one in matches:
@@ -1023,9 +1040,11 @@ class PlanManager:
 
     def _record_of(self, g: Graph) -> GraphRecord | None:
         try:
-            return self._records_by_graph.get(g)
-        except TypeError:
-            raise ConfigError(f"a graph object is needed, got {g!r}.") from None
+            if callable(g.replay):
+                return self._records_by_graph.get(g)
+        except (AttributeError, TypeError):  # TypeError: takes no weak reference
+            pass
+        raise ConfigError(f"a graph object is needed, got {g!r}.")
 
     def _record_for(self, capture_id: int) -> GraphRecord:
         """The record of the capture this thread is in; the first call attaches its end to the graph."""
@@ -1178,9 +1197,9 @@ class PlanManager:
             self._collect_flags(may_raise=False)
         with self._lock:
             counters = self._counters.to_dict()
-            for slot in self._slots.values():
-                counters["hits"] += slot.num_skipped
-                counters["refreshes_skipped"] += slot.num_skipped
+            for answers in self._answers.values():
+                counters["hits"] += answers.num_skipped
+                counters["refreshes_skipped"] += answers.num_skipped
             plans = [plan for slot in self._slots.values() for plan in slot.plans.values()]
             arenas = {slot.arena.key: slot.arena for slot in self._slots.values()}
             return MemoryReport(
@@ -1259,9 +1278,9 @@ class PlanManager:
             for record in list(self._records.values()):
                 self._release(record, "the manager was closed")
             self._residency.evict_down_to(0, "the manager was closed")
-            for slot in self._slots.values():
-                slot.last = None
-                slot.set_last_fallback(None)
+            for answers in self._answers.values():
+                answers.last = None
+                answers.set_last_fallback(None)
             self._flags = None
         self._announcer.deliver()
 

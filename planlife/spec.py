@@ -115,6 +115,9 @@ class PlanSpec:
         return self.query_length * self.group_size
 
 
+_NO_KEY = (None, None)
+
+
 class Step:
     """One forward of the model, as far as a plan is concerned. Immutable.
 
@@ -137,7 +140,8 @@ class Step:
     revision: int
     ubatch: int
     dummy: bool
-    #: What plan_for looks up. A bool ubatch equals an int as a dict key, so it is told apart here.
+    #: What plan_for looks up. A bool equals an int as a dict key and in a comparison of marks, so a step with a field of
+    #: the wrong type gets a key that nobody has.
     key: tuple[object, object]
 
     def __init__(
@@ -156,7 +160,8 @@ class Step:
         _set_revision(self, revision)
         _set_ubatch(self, ubatch)
         _set_dummy(self, dummy)
-        _set_key(self, (site if type(site) is str else repr(site), ubatch if type(ubatch) is int else repr(ubatch)))
+        is_right = type(site) is str and type(ubatch) is int and type(revision) is int and type(dummy) is bool
+        _set_key(self, (site, ubatch) if is_right else _NO_KEY)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a Step is immutable; make a new one instead of setting {name}")

@@ -156,9 +156,14 @@ class FakeBuffer:
         self.device = device
         self.address = address
         self.num_bytes = num_bytes
-        self.root = self if root is None else root
+        self._whole = root  # None for a whole block: a reference to itself would keep it for the garbage collector
         self.freed = False
         self.contents: dict[int, Any] = {}
+
+    @property
+    def root(self) -> FakeBuffer:
+        """The block that this is a slice of, or is."""
+        return self if self._whole is None else self._whole
 
     def __getitem__(self, index: slice) -> FakeBuffer:
         start, stop, step = index.indices(self.num_bytes)
