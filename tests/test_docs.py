@@ -77,7 +77,7 @@ def missing_tests(text: str) -> list[str]:
 
 
 def missing_names(text: str) -> list[str]:
-    """Every dotted name of planlife in `text`, as in `planlife.spec.Step` or `planlife.Step(lens)`, that leads nowhere."""
+    """Every dotted name in `text`, as in `planlife.spec.Step` or `planlife.Step(lens)`, that leads nowhere."""
     return [name for name in re.findall(r"`(planlife(?:\.\w+)+)(?:\(.*?\))?`", text) if not leads_somewhere(name)]
 
 

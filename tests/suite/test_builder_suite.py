@@ -160,7 +160,7 @@ class ForgetsToPlanUbatchCapture(Builder):
 
 def test_forgetting_plan_for_in_the_ubatch_capture_method_is_named() -> None:
     message = failure("ubatches", ForgetsToPlanUbatchCapture)
-    assert message.startswith("build_ubatch_for_capture, 4 rows each, warm-up: ConfigError"), message
+    assert message.startswith("build_ubatches_for_capture(4), warm-up: ConfigError"), message
 
 
 class KeepsLengthsNowhere(Builder):
@@ -184,7 +184,7 @@ class SharesOnePlan(Builder):
 
 def test_a_plan_shared_between_ubatches_is_named_at_capture() -> None:
     message = failure("ubatches", SharesOnePlan)
-    assert message.startswith("build_ubatch_for_capture, 4 rows each, recording:"), message
+    assert message.startswith("build_ubatches_for_capture(4), recording:"), message
 
 
 def test_a_plan_shared_between_ubatches_is_named_eagerly() -> None:
