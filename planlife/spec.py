@@ -140,8 +140,8 @@ class Step:
     revision: int
     ubatch: int
     dummy: bool
-    #: What plan_for looks up. A bool equals an int as a dict key and in a comparison of marks, so a step with a field of
-    #: the wrong type gets a key that nobody has.
+    #: What plan_for looks up. A bool equals an int as a dict key and in a comparison of marks, so a step with a field
+    #: of the wrong type gets a key that nobody has.
     key: tuple[object, object]
 
     def __init__(
