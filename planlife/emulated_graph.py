@@ -183,7 +183,6 @@ class EmulatedGraph:
         self._capture_id = next(_capture_ids)
         # The finaliser holds the list of callbacks and not the graph, or the graph could never be collected.
         self._fire = weakref.finalize(self, _fire_all, recorder.callbacks)
-        self._fire.atexit = False
         self._recorder = recorder
         _thread.recorder, _thread.capture_id = recorder, self._capture_id
         with _num_recording_lock:
@@ -272,7 +271,7 @@ class _OutsideStorage:
 
     def require(self) -> torch.UntypedStorage:
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
-        if storage is not None and storage.data_ptr() == self._address and storage.nbytes() >= self._num_bytes:
+        if storage is not None and storage.data_ptr() == self._address:
             return storage
         what = "was freed" if storage is None else "was resized or moved"
         raise RuntimeError(
@@ -326,9 +325,6 @@ class _Program:
         self._slots[storage._cdata] = len(self._storages)
         self._storages.append(storage)
 
-    def knows(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._slots
-
     def owns(self, slot: int) -> bool:
         return not isinstance(self._storages[slot], _OutsideStorage)
 
@@ -347,7 +343,7 @@ class _Program:
         def bind(value: Any) -> Any:
             return value.bind(self, storages) if isinstance(value, _TensorRef) else value
 
-        # A replayed kernel knows nothing of autograd and bumps no `_version`.
+        # A replayed kernel knows nothing of autograd.
         with torch.inference_mode():
             for op in self.ops:
                 result = op.call(*_map(bind, op.args), **_map(bind, op.kwargs))
@@ -442,9 +438,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _freeze(self, constant: torch.Tensor, name: str) -> torch.Tensor:
         """A tensor made from Python values, torch.tensor([1, 2]): every replay writes the values of now."""
-        if not self.program.knows(constant):
-            self.program.own(constant.untyped_storage())
-            self.program.ops.append(_Op(name, aten.copy_.default, (self._ref(constant, name), constant.clone()), {}))
+        self.program.own(constant.untyped_storage())
+        self.program.ops.append(_Op(name, aten.copy_.default, (self._ref(constant, name), constant.clone()), {}))
         return constant
 
     def _refs(self, values: Any, name: str) -> Any:
@@ -505,8 +500,6 @@ class _Shadow:
             if device is not None and torch.device(device).type != "cpu":
                 raise RuntimeError(f"an EmulatedGraph records tensors on cpu, {func} wants one on {device}.")
             shadows["device"] = "meta"
-        if shadows.get("pin_memory"):
-            shadows["pin_memory"] = None
         return shadows
 
     def real(self, shadow: torch.Tensor) -> tuple[torch.Tensor, bool]:

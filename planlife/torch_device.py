@@ -67,12 +67,12 @@ class CpuDevice:
             raise ConfigError(
                 f"context_lens must be a torch.Tensor int32[rows] on cpu, got {type(context_lens).__name__}."
             )
+        # requires_grad implies another dtype, and is only named in the message.
         if (
             context_lens.dtype is not torch.int32
             or context_lens.dim() != 1
             or context_lens.device.type != "cpu"
             or not context_lens.is_contiguous()
-            or context_lens.requires_grad
         ):
             raise ConfigError(_lens_message(context_lens))
         version = None if context_lens.is_inference() else context_lens._version

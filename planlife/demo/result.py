@@ -66,7 +66,7 @@ class DemoResult:
             ("steps", f"{counts.steps:,}"),
             ("steps replayed", f"{counts.replayed:,}"),
             ("steps eager", f"{counts.eager:,}"),
-            ("steps on the fallback", f"{counts.fallback:,}"),
+            ("steps on the fallback", f"{counts.fallback:,} ({counters['fallbacks']:,} plans, drafts included)"),
             ("dummy steps", f"{counts.dummy:,} ({counts.dummy_replayed:,} replayed)"),
             ("verify passes", f"{counts.verify:,}"),
             ("draft passes", f"{counts.draft_passes:,} ({counts.draft_passes_replayed:,} replayed)"),

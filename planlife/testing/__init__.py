@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..emulated_graph import EmulatedGraph, current_capture_id, launch, record
     from ..planner import plan_tables
+    from .builder_suite import BuilderAdapter, BuilderFailure, check_builder
     from .fakes import FakeBackend, FakeDevice, FakeTensor
     from .reference import reference_decode
 
 _HOMES = {
+    "BuilderAdapter": ".builder_suite",
+    "BuilderFailure": ".builder_suite",
     "EmulatedGraph": "..emulated_graph",
     "FakeBackend": ".fakes",
     "FakeDevice": ".fakes",
     "FakeTensor": ".fakes",
+    "check_builder": ".builder_suite",
     "current_capture_id": "..emulated_graph",
     "launch": "..emulated_graph",
     "plan_tables": "..planner",
@@ -24,10 +28,13 @@ _HOMES = {
 }
 
 __all__ = [
+    "BuilderAdapter",
+    "BuilderFailure",
     "EmulatedGraph",
     "FakeBackend",
     "FakeDevice",
     "FakeTensor",
+    "check_builder",
     "current_capture_id",
     "launch",
     "plan_tables",

@@ -308,13 +308,14 @@ class _Run:
         calls, refreshes = (now - then for now, then in zip(self._counters(), before, strict=True))
         if eager and calls < num_steps:
             raise BuilderFailure(
-                f"{where}: plan_for was called {calls} times for {num_steps} steps: the layers decoded by an older "
-                "plan, or without one."
+                f"{where}: plan_for was called {calls} times, wanted {num_steps}: the layers decoded by an older plan, "
+                "or without one."
             )
         if self.adapter.spec.shared_lengths and refreshes > num_steps:
             raise BuilderFailure(
-                f"{where}: {refreshes} refreshes for {num_steps} steps of {_NUM_LAYERS} layers. A step's layers share "
-                "one if its Step has an owner (a new object for each step), and micro-batches need a ubatch each."
+                f"{where}: refreshed {refreshes} times, wanted at most {num_steps}: the {_NUM_LAYERS} layers of a step "
+                "share one refresh if its Step has an owner (a new object for each step); micro-batches need their own "
+                "ubatch index."
             )
 
     def check_lens(
@@ -345,32 +346,41 @@ class _Run:
     # ------------------------------------------------------------------ capturing
 
     def capture(self, rows: int) -> _Capture:
+        where, metadata, batch = self.warm_up(rows)
+        return self._capture(where, [metadata], [batch])
+
+    def warm_up(self, rows: int) -> tuple[str, Any, _Batch]:
+        """Build the metadata of a size, and decode with it eagerly; engines build it more than once."""
         where = f"build_for_capture({rows})"
         with _named(where):
-            self.adapter.build_for_capture(rows)  # engines build the metadata of a size more than once
+            self.adapter.build_for_capture(rows)
             metadata = self.adapter.build_for_capture(rows)
-        return self._capture(where, [metadata], [self.world.batch(self.adapter.spec, rows)])
+        batch = self.world.batch(self.adapter.spec, rows)
+        self._warm_up(where, [metadata], [batch])
+        return where, metadata, batch
 
     def capture_ubatches(self, rows: int) -> _Capture:
         ubatches = range(self.adapter.num_ubatches)
-        with _named(f"build_ubatch_for_capture, {rows} rows each"):
+        where = f"build_ubatch_for_capture, {rows} rows each"
+        with _named(where):
             metadata = [self.adapter.build_ubatch_for_capture(ubatch, rows) for ubatch in ubatches]
         batches = [self.world.batch(self.adapter.spec, rows, ubatch) for ubatch in ubatches]
-        return self._capture(f"build_ubatch_for_capture, {rows} rows each", metadata, batches)
+        self._warm_up(where, metadata, batches)
+        return self._capture(where, metadata, batches)
 
-    def _capture(self, where: str, metadata: list[Any], batches: list[_Batch]) -> _Capture:
-        adapter, world = self.adapter, self.world
+    def _warm_up(self, where: str, metadata: list[Any], batches: list[_Batch]) -> None:
         for batch in batches:
-            world.fill(batch)
-        with _named(f"{where}, context_lens"):
-            buffers = [adapter.context_lens(one) for one in metadata]
-        lens = [buffer.tolist() for buffer in buffers]
-        for name, ub_lens in zip(_names(where, metadata), lens, strict=True):
-            self.last[name] = ub_lens
+            self.world.fill(batch)
         with _named(f"{where}, warm-up"):
             self._decode_interleaved(metadata, batches)
         self._check_events(f"{where}, warm-up")
 
+    def _capture(self, where: str, metadata: list[Any], batches: list[_Batch]) -> _Capture:
+        """With the metadata of the warm-up: a mark that it left must not keep the refresh out of the graph (R4)."""
+        adapter, world = self.adapter, self.world
+        with _named(f"{where}, context_lens"):
+            buffers = [adapter.context_lens(one) for one in metadata]
+        lens = [buffer.tolist() for buffer in buffers]
         drafts = range(1, adapter.draft_passes + 1) if adapter.drafts_in_graph and len(batches) == 1 else ()
         drafts_of = [world.batch(adapter.draft_spec or adapter.spec, buffers[0].shape[0]) for _ in drafts]
 
@@ -561,7 +571,9 @@ def _replayed(run: _Run, num_steps: int) -> None:
 
 def _eager(run: _Run, num_steps: int) -> None:
     """Without graphs, but after a capture phase: an eager engine warms up too (R8)."""
-    _capture_all(run)
+    with run.manager.capture_phase():
+        for rows in run.adapter.capture_rows:
+            run.warm_up(rows)
     for number in range(1, num_steps + 1):
         run.step(number, None)
 

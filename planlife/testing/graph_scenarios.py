@@ -344,6 +344,7 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
     "where(condition)": lambda x: torch.where(x > 1),
     "masked_select": lambda x: torch.masked_select(x, x > 1),
     "mask index": lambda x: x[x > 1],
+    "byte mask index": lambda x: x[(x > 1).byte()],
     "mask assignment of a tensor": lambda x: x.__setitem__(x > 0, x[:2] + 1),
     "unique": lambda x: torch.unique(x),
     "unique_consecutive": lambda x: torch.unique_consecutive(x),

@@ -361,3 +361,17 @@ def test_a_run_leaves_torchs_thread_count_as_it_was() -> None:
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_requests_wait_while_the_pool_cannot_hold_all_their_pages() -> None:
+    most_rows = {}
+    for memory_bytes in (1_010_000, 8 << 20):
+        rows = []
+        result = run_demo(
+            DemoConfig(max_steps=45, memory_bytes=memory_bytes),
+            progress=lambda done, total, text, rows=rows: rows.append(text),  # type: ignore[misc]
+        )
+        assert result.ok
+        most_rows[memory_bytes] = max(int(text.split()[3]) for text in rows if "rows" in text and "dummy" not in text)
+
+    assert 1 <= most_rows[1_010_000] < most_rows[8 << 20]

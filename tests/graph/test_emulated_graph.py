@@ -40,9 +40,24 @@ def test_scenario_of_cuda_graphs(scenario: Scenario, mode: str) -> None:
         scenario(EmulatedGraph, record, "cpu")
 
 
+def test_an_ordinary_tensor_may_be_viewed_in_inference_mode() -> None:
+    """A buffer made before the engine entered inference mode keeps its version counter; views of it share it."""
+    buffer = torch.zeros(8)
+    graph = EmulatedGraph()
+    with torch.inference_mode():
+        with record(graph):
+            buffer[:4].view(2, 2)[1].add_(1)
+            for element in buffer[6:].unbind(0):
+                element.add_(2)
+        graph.replay()
+        graph.replay()
+    assert buffer.tolist() == [0, 0, 2, 2, 0, 0, 4, 4]
+
+
 # What is refused.
 
 
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 @pytest.mark.parametrize("mode", ["grad", "inference"])
 @pytest.mark.parametrize("name", ALL_REFUSED)
 def test_what_cuda_refuses_raises_in_the_body_and_leaves_the_graph_empty(name: str, mode: str) -> None:
@@ -123,18 +138,31 @@ def test_capture_end_belongs_to_the_graph_and_thread_that_record() -> None:
     graph.capture_begin()
     with pytest.raises(RuntimeError, match="not recording into this graph"):
         other.capture_end()
+    elsewhere: list[str] = []
+
+    def end_elsewhere() -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError as error:
+            elsewhere.append(str(error))
+
+    worker = threading.Thread(target=end_elsewhere)
+    worker.start()
+    worker.join()
+    assert elsewhere == ["this thread is not recording into this graph."]
     graph.capture_end()
     with pytest.raises(RuntimeError, match="not recording into this graph"):
         graph.capture_end()
 
 
-@pytest.mark.parametrize("device", ["meta"])
-def test_tensors_of_other_devices_are_not_recorded(device: str) -> None:
-    x = torch.zeros(1, device=device)
-    with pytest.raises(RuntimeError, match="records strided tensors on cpu"), record(EmulatedGraph()):
-        x.add_(1)
+def test_tensors_of_other_devices_and_layouts_are_not_recorded() -> None:
+    on_meta, sparse = torch.zeros(1, device="meta"), torch.eye(2).to_sparse()
+    with pytest.raises(RuntimeError, match=r"records strided tensors on cpu, got .* on meta"), record(EmulatedGraph()):
+        on_meta.add_(1)
+    with pytest.raises(RuntimeError, match=r"got torch.sparse_coo on cpu"), record(EmulatedGraph()):
+        sparse.neg()
     with pytest.raises(RuntimeError, match="wants one on meta"), record(EmulatedGraph()):
-        torch.zeros(1, device=device)
+        torch.zeros(1, device="meta")
 
 
 def test_an_op_whose_result_shapes_are_unknown_says_how_to_make_them_known() -> None:
@@ -445,18 +473,28 @@ def test_a_module_with_batch_statistics_updates_them_in_replays_only() -> None:
 
 
 def test_a_recording_draws_no_random_number_and_a_seed_makes_a_replay_repeat() -> None:
-    graph = EmulatedGraph()
+    graph, own_generator = EmulatedGraph(), torch.Generator().manual_seed(7)
     torch.manual_seed(0)
     expected = torch.rand(4)
     torch.manual_seed(0)
     with record(graph):
         x = torch.rand(4)
         dropped = torch.nn.functional.dropout(x, 0.5)
-        drawn = torch.randint(9, (3,), generator=torch.default_generator)
+        drawn = torch.empty(3).exponential_(generator=own_generator)
     graph.replay()
     assert torch.equal(x, expected)
     assert dropped.shape == x.shape
-    assert 0 <= int(drawn.min()) <= int(drawn.max()) < 9
+    assert torch.equal(drawn, torch.empty(3).exponential_(generator=torch.Generator().manual_seed(7)))
+
+
+def test_an_assertion_on_values_is_checked_by_replays() -> None:
+    x, graph = torch.zeros(1), EmulatedGraph()
+    with record(graph):
+        torch._assert_async((x > 0).all())
+    with pytest.raises(RuntimeError):
+        graph.replay()
+    x.fill_(1)
+    graph.replay()
 
 
 def test_garbage_indices_fault_in_a_replay_and_not_while_recording() -> None:
@@ -532,6 +570,14 @@ def test_a_launch_does_not_keep_its_tensors_and_says_when_one_is_gone(how: str) 
     with pytest.raises(RuntimeError, match=r"lambda.*was freed"):
         graph.replay()
     assert len(runs) == 1
+
+
+def test_autograd_has_no_part_in_a_replay() -> None:
+    x, graph, seen = torch.ones(2), EmulatedGraph(), []
+    with torch.enable_grad(), record(graph):
+        launch(lambda tensor: seen.append((torch.is_inference_mode_enabled(), tensor.is_inference())), x)
+    graph.replay()
+    assert seen == [(True, True)]
 
 
 def test_importing_the_testing_package_imports_no_torch() -> None:

@@ -112,7 +112,8 @@ class World:
         tables: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One layer; its query and output are by default as many rows of the world's as the plan can take."""
-        end = (plan.class_rows or plan.rows) * self.spec.query_length
+        rows = self.rows if plan.route == "dummy" else plan.class_rows or plan.rows
+        end = rows * self.spec.query_length
         query = self.query[:end] if query is None else query
         output = self.output[:end] if output is None else output
         tables = self.tables if tables is None else tables
@@ -123,7 +124,7 @@ class World:
 
     def eager(self, step: Step, **call: torch.Tensor) -> torch.Tensor:
         """One eager layer of `step`, into a poisoned output."""
-        call.setdefault("output", self.output).fill_(torch.nan)
+        call.get("output", self.output).fill_(torch.nan)
         return self.decode(self.manager.plan_for(step), **call)
 
     def capture(self, step: Step, style: str, layers: Callable[[StepPlan], object] | None = None, g: Any = None) -> Any:

@@ -125,8 +125,8 @@ class Adapter(BuilderAdapter):
 
     def __init__(self, builder_class: type[Builder], spec: PlanSpec = SPEC, **manager_options: Any) -> None:
         self.spec = spec
-        ladder = CapacityLadder.powers_of_two(MAX_ROWS)
-        self.manager = PlanManager(spec, ladder=ladder, ubatches=NUM_UBATCHES, device="cpu", **manager_options)
+        self.ladder = CapacityLadder.powers_of_two(MAX_ROWS)
+        self.manager = PlanManager(spec, ladder=self.ladder, ubatches=NUM_UBATCHES, device="cpu", **manager_options)
         if spec.query_length > 1:
             self.draft_passes = 0
         with self.manager.capture_phase():
