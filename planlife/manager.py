@@ -1030,6 +1030,7 @@ class PlanManager:
 
     def replay(self, g: Graph, *steps: Step) -> None:
         """guard(g, *steps), then g.replay() on the current stream."""
+        self._check_open("replay")
         self.guard(g, *steps)
         try:
             self._device.replay(g)
@@ -1274,6 +1275,7 @@ class PlanManager:
 
         An exception in the callback is logged and dropped. The callback may call the manager.
         """
+        self._check_open("add_hook")
         if not callable(callback):
             raise ConfigError(f"add_hook takes a callable, got {callback!r}.")
         return self._announcer.add_hook(callback)
@@ -1301,6 +1303,7 @@ class PlanManager:
         self._announcer.deliver()
 
     def __enter__(self) -> PlanManager:
+        self._check_open("with")
         return self
 
     def __exit__(self, *exc_info: object) -> None:

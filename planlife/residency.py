@@ -136,7 +136,7 @@ class Residency:
         return str(self.store.tombstones.get(item.key, ""))
 
     def _bring_back(self, victims: list[Item], order: list[Item]) -> None:
-        """Undo evictions after a failed allocation, `order` of use included. Their next use refreshes: content is lost."""
+        """Undo evictions after a failed allocation, the order of use included; content is lost, so marks are too."""
         for victim in victims:
             buffer = None
             try:
