@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from tests.unit.fake_world import Captured, FakeWorld, Owner, live_lens_fallback, spec
 
 from planlife import BudgetError, CapacityLadder, StalePlanError, Step
 from planlife.testing import FakeBackend, FakeTensor
+from tests.unit.fake_world import Captured, FakeWorld, Owner, live_lens_fallback, spec
 
 
 class Fault(Exception):
