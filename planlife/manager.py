@@ -531,13 +531,15 @@ class PlanManager:
         with plan.lock:
             with self._lock:
                 self._residency.num_calls += 1
-                if plan.is_resident:
-                    self._counters.hits += 1
-                else:
-                    self._counters.misses += 1
+                was_resident = plan.is_resident
                 why = self._make_resident(slot, plan, mark)
                 if why is None and mark.capture_id:
                     self._pin(mark.capture_id, slot, plan)
+                # Counted only now: a call that raised is not a hit, nor a miss.
+                if was_resident:
+                    self._counters.hits += 1
+                else:
+                    self._counters.misses += 1
                 pair = plan.pair
             if why is not None or pair is None:
                 return self._fall_back(slot, mark, why or _Why("evicted", "evicted by another thread"))
@@ -1006,29 +1008,45 @@ class PlanManager:
         for read in record.reads.values():
             if read.plan is not None and read.captured:
                 refreshes[read.plan] = refreshes.get(read.plan, 0) + read.refreshes
+        # What can fail comes first: a mark must not tell of a replay that will not happen.
+        for read, one in matches:
+            if read.plan is not None and one.is_dummy and not read.captured:
+                with read.plan.lock:
+                    assert read.plan.pair is not None, "a pinned plan lost its buffer"
+                    if read.plan.pair.eager.mark is not _EMPTY:
+                        self._refresh(read.plan.pair.eager, _EMPTY)
         for read, one in matches:
             plan = read.plan
-            if plan is None:
+            if plan is None or not read.captured:
                 continue
             with plan.lock:
-                pair = plan.pair
-                assert pair is not None, "a pinned plan lost its buffer"
-                if read.captured:
-                    if refreshes[plan] == 1 and not one.is_dummy and read.refreshes:
-                        lens = one.step.context_lens
-                        pair.in_graph.set_mark(
-                            Mark(one.step, lens, one.rows, one.address, one.version, record.capture_id)
-                        )
-                    elif refreshes[plan]:
-                        pair.in_graph.set_mark(None)  # several refreshes: the last lengths are not known here
-                elif one.is_dummy and pair.eager.mark is not _EMPTY:
-                    self._refresh(pair.eager, _EMPTY)
+                assert plan.pair is not None, "a pinned plan lost its buffer"
+                in_graph = plan.pair.in_graph
+                if refreshes[plan] == 1 and not one.is_dummy and read.refreshes:
+                    lens = one.step.context_lens
+                    in_graph.set_mark(Mark(one.step, lens, one.rows, one.address, one.version, record.capture_id))
+                elif refreshes[plan]:
+                    in_graph.set_mark(None)  # several refreshes: the last lengths are not known here
 
     def replay(self, g: Graph, *steps: Step) -> None:
         """guard(g, *steps), then g.replay() on the current stream."""
+        self._check_open("replay")
         self.guard(g, *steps)
-        self._device.replay(g)
+        try:
+            self._device.replay(g)
+        except BaseException:
+            record = self._record_of(g)
+            if record is not None:
+                self._forget_content(record)
+            raise
         self._collect_flags(may_raise=True)
+
+    @staticmethod
+    def _forget_content(record: GraphRecord) -> None:
+        """Nothing is known of the tables that this graph refreshes."""
+        for item in record.pinned:
+            if isinstance(item, Plan):
+                item.forget_capture(record.capture_id)
 
     def release(self, g: Graph) -> None:
         """Promise that g is not replayed again: its pins go. Also automatic when g is reset or collected."""
@@ -1115,9 +1133,8 @@ class PlanManager:
             record.released = True
             self._forget_fallbacks()
             self._residency.num_pinning_graphs -= bool(record.pinned)
+            self._forget_content(record)
             for item in record.pinned:
-                if isinstance(item, Plan):
-                    item.forget_capture(record.capture_id)
                 self._residency.store.unpin(item)
             record.pinned.clear()
             record.holds.clear()
@@ -1258,6 +1275,7 @@ class PlanManager:
 
         An exception in the callback is logged and dropped. The callback may call the manager.
         """
+        self._check_open("add_hook")
         if not callable(callback):
             raise ConfigError(f"add_hook takes a callable, got {callback!r}.")
         return self._announcer.add_hook(callback)
@@ -1285,6 +1303,7 @@ class PlanManager:
         self._announcer.deliver()
 
     def __enter__(self) -> PlanManager:
+        self._check_open("with")
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -419,6 +419,19 @@ def test_an_arena_outlives_the_plans_of_its_lane() -> None:
     assert evicted == [f"default/{rows}/ub0" for rows in (8, 1, 4, 2)] + ["scratch/main/ub0"]
 
 
+def test_a_miss_uses_the_arena_that_is_there_too() -> None:
+    """The scratch of the call that was just served is not the next victim."""
+    world = FakeWorld()
+    world.warm()
+    world.manager.trim(0)
+    for rows in (8, 1, 4):
+        world.run([1] * rows)
+    evicted: list[str] = []
+    world.manager.add_hook(lambda event: evicted.append(event.subject) if event.kind == "evict" else None)
+    world.manager.trim(0)
+    assert evicted == [*(f"default/{rows}/ub0" for rows in (8, 1, 4)), "scratch/main/ub0"]
+
+
 def test_sites_of_one_lane_share_scratch_and_lanes_never_do() -> None:
     """R21: memory is the maximum over serial calls, not their sum."""
     one_lane = FakeWorld(sites={"a": spec(), "b": spec(sliding_window=64)}, ubatches=2)
