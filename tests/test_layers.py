@@ -18,15 +18,16 @@ LAYERS = (
     ("errors", "spec", "device"),
     ("planner", "ladder", "ledger", "store", "report", "events", "item"),
     ("plan", "call_check", "graph_record", "sizing", "residency", "backends.base"),
+    ("slot", "graph_book", "configuration"),
     ("manager",),
     ("emulated_graph", "torch_device", "kernels", "backends"),
     ("trace", "testing", "demo", "bench"),
     ("commands", "cli"),
 )
-CORE = {module for layer in LAYERS[:4] for module in layer}
+CORE = {module for layer in LAYERS[:5] for module in layer}
 
-#: The manager picks device and backend by name, when it is made.
-LAZY_UPWARDS = {"manager": ("torch_device", "backends")}
+#: Device and backend are picked by name, when a manager is made.
+LAZY_UPWARDS = {"configuration": ("torch_device", "backends")}
 
 OUTSIDE_THE_CORE = {"torch", "triton", "aiter", "flydsl", "numpy", "click", "rich"}
 
