@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from .backends.base import FLAG_CLAMPED, FLAG_STALE, NUM_FLAGS, Backend
 from .call_check import CallChecker
-from .device import Device, Graph
+from .device import Device, Graph, require_device
 from .errors import (
     BackendUnavailableError,
     ClosedError,
@@ -1391,6 +1391,8 @@ def _check_sites(
 
 
 def _resolve_device(device: Any) -> Device:
+    if device is not None and not isinstance(device, str) and type(device).__module__ != "torch":
+        return require_device(device)
     # Imported here: the lifecycle itself needs no torch.
     from .torch_device import resolve_device
 
