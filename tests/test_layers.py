@@ -102,7 +102,8 @@ def test_a_module_imports_only_from_its_own_layer_and_lower(module):
         ("planlife.store", "if True:\n    import torch.cuda"),
         ("planlife.manager", "from torch import Tensor"),
         ("planlife.manager", "from .torch_device import TorchDevice"),
-        ("planlife.manager", "def f():\n    from . import cli"),
+        ("planlife.manager", "def f():\n    from .torch_device import TorchDevice"),
+        ("planlife.configuration", "def f():\n    from . import cli"),
         ("planlife.ladder", "from .manager import PlanManager"),
         ("planlife.ladder", "def f():\n    from .manager import PlanManager"),
         ("planlife.backends.base", "import planlife.manager"),
@@ -117,7 +118,7 @@ def test_the_walk_finds_an_import_that_runs_upwards(module, source):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("planlife.manager", "def f():\n    import torch\n    from .torch_device import TorchDevice"),
+        ("planlife.configuration", "def f():\n    import torch\n    from .torch_device import TorchDevice"),
         ("planlife.manager", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
         ("planlife.manager", "from . import ladder\nfrom .backends.base import Backend"),
         ("planlife.backends.torch_backend", "import torch\nfrom ..manager import PlanManager"),
