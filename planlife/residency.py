@@ -6,7 +6,7 @@ from typing import Any
 
 from .backends.base import Backend
 from .device import Device
-from .errors import BudgetError
+from .errors import BudgetError, MintError
 from .events import Announcer
 from .item import Item, State
 from .ledger import Ledger
@@ -127,6 +127,23 @@ class Residency:
                 self._count_eviction(item, reason)
                 freed_bytes += item.num_bytes
         return freed_bytes
+
+    def require_resident(self, plan: Plan, arena: Arena) -> None:
+        """Raises MintError unless both buffers are there: while recording, nothing can bring them."""
+        if not (plan.is_resident and arena.is_resident):
+            raise self._announcer.refuse(MintError(self.why_not_resident(plan, arena)))
+
+    def why_not_resident(self, plan: Plan, arena: Arena) -> str:
+        """Which buffer of a call is missing while recording, why, and the way out."""
+        missing: Item = arena if plan.is_resident else plan
+        if missing.state is State.ABSENT:
+            what = f"{missing} was never minted"
+        else:
+            what = f"{missing} is not resident: {self.tombstone_of(missing)}"
+        return (
+            f"{what}, and this stream is recording, where nothing may be allocated or compiled. Call warm() or "
+            "plan_for for this class before the recording."
+        )
 
     def tombstone(self, reason: str) -> Tombstone:
         return Tombstone(reason, self.num_calls)
