@@ -81,9 +81,18 @@ def measure_host(*, num_batches: int = 51, calls_per_batch: int = 2000) -> list[
                 calls_per_batch,
             ),
             _time(
-                "pa_decode, no kernel",
-                "two layers in turn, each with its own query, output and caches: checks the tensors, takes the "
-                "plan's lock, compares the mark and calls a backend that does nothing; no refresh, no launch.",
+                "pa_decode, bookkeeping",
+                "one layer again and again: takes the plan's lock, compares the mark and calls a backend that does "
+                "nothing; no refresh, no launch; the input checks know these tensors already.",
+                manager.pa_decode,
+                [(plan, *layers[0])],
+                num_batches,
+                calls_per_batch,
+            ),
+            _time(
+                "pa_decode, new tensors",
+                "the same for two layers in turn, each with its own query, output and caches, which the input checks "
+                "look at anew in every call.",
                 manager.pa_decode,
                 [(plan, *layer) for layer in layers],
                 num_batches,

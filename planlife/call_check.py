@@ -120,7 +120,7 @@ class CallChecker:
             self._check_sinks(sinks)
 
     def check_output(self, output: Any) -> None:
-        """Refuse an output that may not be zeroed: of a dummy step, whose row count nothing says. Raises ConfigError."""
+        """Refuse what cannot be the output of a dummy step, of any row count. Raises ConfigError."""
         self._check_placed("output", output, self.spec.q_dtype)
         if tuple(output.shape)[1:] != (self.spec.num_q_heads, self.spec.head_dim):
             raise self._refuse(

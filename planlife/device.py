@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
+
+from .errors import ConfigError
 
 Buffer = Any  #: what `Device.allocate` returns: one block of bytes at a fixed address
 Graph = Any  #: a CUDA graph, or an emulated one
@@ -100,3 +102,17 @@ class Device(Protocol):
     def read_flags(self, flags: Buffer) -> Sequence[int]:
         """The words of `flags`, without waiting for the device; and zero them."""
         ...
+
+
+_MEMBERS = tuple(sorted({*Device.__annotations__, *(name for name in vars(Device) if name[0] != "_")}))
+
+
+def require_device(device: object) -> Device:
+    """`device` if it has all of Device's members, else a ConfigError that names the missing ones."""
+    missing = [name for name in _MEMBERS if not hasattr(device, name)]
+    if missing:
+        raise ConfigError(
+            f'device must be "cpu" or an object with the methods of planlife.device.Device; '
+            f"{type(device).__name__} lacks {', '.join(missing)}."
+        )
+    return cast(Device, device)

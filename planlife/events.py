@@ -6,9 +6,13 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+from .errors import PlanlifeError
 
 logger = logging.getLogger("planlife")
+
+_Error = TypeVar("_Error", bound=PlanlifeError)
 
 KINDS = ("mint", "evict", "rematerialise", "pin", "release", "fallback", "refuse", "stale", "seal")
 
@@ -43,6 +47,11 @@ class Announcer:
     def note(self, kind: str, subject: object, reason: str = "", **details: Any) -> None:
         """An event happened; it is delivered at the next `deliver`."""
         self.waiting.append(Event(kind, str(subject), reason, details))
+
+    def refuse(self, error: _Error) -> _Error:
+        """A call is refused; the caller raises what it gets back."""
+        self.note("refuse", type(error).__name__, str(error))
+        return error
 
     def deliver(self) -> None:
         """Call the hooks. A hook that raises is logged and never breaks a step."""

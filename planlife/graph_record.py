@@ -52,5 +52,11 @@ class GraphRecord:
     def bind(self, graph: Graph) -> None:
         self.graph = weakref.ref(graph)
 
+    def forget_content(self) -> None:
+        """Nothing is known any more of the tables that this graph refreshes."""
+        for item in self.pinned:
+            if isinstance(item, Plan):
+                item.forget_capture(self.capture_id)
+
     def __str__(self) -> str:
         return f"graph of capture {self.capture_id}"

@@ -6,7 +6,7 @@ from typing import Any
 
 from .backends.base import Backend
 from .device import Device
-from .errors import BudgetError
+from .errors import BudgetError, MintError
 from .events import Announcer
 from .item import Item, State
 from .ledger import Ledger
@@ -69,6 +69,7 @@ class Residency:
                 "graph or raise budget_bytes.",
             )
         is_new = plan.state is State.ABSENT
+        order = list(self.store)
         tombstone = self.tombstone(f"evicted to make room for {plan} ({for_whom})")
         for victim in victims:
             self.store.evict(victim, tombstone)
@@ -82,7 +83,7 @@ class Residency:
         except BaseException as error:
             for buffer in buffers:
                 self._device.free(buffer)
-            self._bring_back(victims)
+            self._bring_back(victims, order)
             if isinstance(error, MemoryError):
                 raise NoRoomError(
                     "out of memory",
@@ -96,6 +97,8 @@ class Residency:
             if came_back:
                 self._counters.rematerialised += 1
                 self._announcer.note("rematerialise", item, for_whom, num_bytes=item.num_bytes)
+        for item in (plan, arena):  # an arena that was there is used by this call too
+            self.store.touch(item)
         for victim in victims:
             self._count_eviction(victim, tombstone.reason)
         if is_new:
@@ -125,6 +128,23 @@ class Residency:
                 freed_bytes += item.num_bytes
         return freed_bytes
 
+    def require_resident(self, plan: Plan, arena: Arena) -> None:
+        """Raises MintError unless both buffers are there: while recording, nothing can bring them."""
+        if not (plan.is_resident and arena.is_resident):
+            raise self._announcer.refuse(MintError(self.why_not_resident(plan, arena)))
+
+    def why_not_resident(self, plan: Plan, arena: Arena) -> str:
+        """Which buffer of a call is missing while recording, why, and the way out."""
+        missing: Item = arena if plan.is_resident else plan
+        if missing.state is State.ABSENT:
+            what = f"{missing} was never minted"
+        else:
+            what = f"{missing} is not resident: {self.tombstone_of(missing)}"
+        return (
+            f"{what}, and this stream is recording, where nothing may be allocated or compiled. Call warm() or "
+            "plan_for for this class before the recording."
+        )
+
     def tombstone(self, reason: str) -> Tombstone:
         return Tombstone(reason, self.num_calls)
 
@@ -132,20 +152,21 @@ class Residency:
         """What became of an item that is not resident, "" if there is nothing to tell."""
         return str(self.store.tombstones.get(item.key, ""))
 
-    def _bring_back(self, victims: list[Item]) -> None:
-        """Undo evictions after a failed allocation. Their content is gone, so their next use refreshes."""
-        back = []
+    def _bring_back(self, victims: list[Item], order: list[Item]) -> None:
+        """Undo evictions after a failed allocation, the order of use included; content is lost, so marks are too."""
         for victim in victims:
+            buffer = None
             try:
                 buffer = self._device.allocate(victim.num_bytes)
                 content = victim.build(buffer)
             except Exception as error:
+                if buffer is not None:
+                    self._device.free(buffer)
                 self.store.tombstones[victim.key] = self.tombstone(f"could not be brought back: {error}")
                 self._count_eviction(victim, "out of memory")
             else:
                 self.store.place(victim, buffer, content)
-                back.append(victim)
-        self.store.place_oldest(back)
+        self.store.reorder(order)
 
     def _compile(self, plan: Plan, *, in_phase: bool) -> None:
         """Once per class of a site, for all ubatches: code is shared, buffers are not."""

@@ -115,6 +115,9 @@ class PlanSpec:
         return self.query_length * self.group_size
 
 
+_NO_KEY = (None, None)
+
+
 class Step:
     """One forward of the model, as far as a plan is concerned. Immutable.
 
@@ -137,9 +140,9 @@ class Step:
     revision: int
     ubatch: int
     dummy: bool
-    #: What plan_for looks up, None for a step that is to be refused. A bool equals an int in a comparison of marks and as
-    #: a dict key, so wrong types are told apart here, once.
-    key: tuple[object, object] | None
+    #: What plan_for looks up. A bool equals an int as a dict key and in a comparison of marks, so a step with a field
+    #: of the wrong type gets a key that nobody has.
+    key: tuple[object, object]
 
     def __init__(
         self,
@@ -158,7 +161,7 @@ class Step:
         _set_ubatch(self, ubatch)
         _set_dummy(self, dummy)
         is_right = type(site) is str and type(ubatch) is int and type(revision) is int and type(dummy) is bool
-        _set_key(self, (site, ubatch) if is_right else None)
+        _set_key(self, (site, ubatch) if is_right else _NO_KEY)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a Step is immutable; make a new one instead of setting {name}")

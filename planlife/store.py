@@ -76,12 +76,11 @@ class Store:
         self._evictable[item.key] = item
         self.tombstones.pop(item.key, None)
 
-    def place_oldest(self, items: list[Item]) -> None:
-        """Make `items`, oldest first, the next victims: they were about to be when their eviction was undone."""
-        younger = [item for item in self._by_age() if item not in items]
-        self._evictable.clear()
-        for item in items + younger:
-            self._evictable[item.key] = item
+    def reorder(self, items: list[Item]) -> None:
+        """Make `items` the order of use again, oldest first, as far as they are here; others stay older."""
+        for item in items:
+            if item.key in self._evictable:
+                self._evictable[item.key] = self._evictable.pop(item.key)
 
     def evict(self, item: Item, tombstone: Tombstone) -> None:
         """Free the buffer of a resident item that no graph pins."""

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from .device import Device, ReleaseQueue
+from .device import Device, ReleaseQueue, require_device
 from .emulated_graph import EmulatedGraph, current_capture_id, record, unrecorded, watch_current_capture
 from .errors import BackendUnavailableError, ConfigError, MintError
 from .spec import check_int
-
-_DEVICE_MEMBERS = tuple(sorted({*Device.__annotations__, *(name for name in vars(Device) if name[0] != "_")}))
 
 
 class CpuDevice:
@@ -161,10 +159,4 @@ def resolve_device(device: object = None) -> Device:
                 f'device {str(device)!r} is not served: this release serves CPU only. Pass device="cpu".'
             )
         raise ConfigError(f'device must be "cpu" or an object with the methods of Device, got {str(device)!r}.')
-    missing = [name for name in _DEVICE_MEMBERS if not hasattr(device, name)]
-    if missing:
-        raise ConfigError(
-            f'device must be "cpu" or an object with the methods of planlife.device.Device; '
-            f"{type(device).__name__} lacks {', '.join(missing)}."
-        )
-    return cast(Device, device)
+    return require_device(device)

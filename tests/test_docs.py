@@ -77,7 +77,7 @@ def missing_tests(text: str) -> list[str]:
 
 
 def missing_names(text: str) -> list[str]:
-    """Every dotted name of planlife in `text`, as in `planlife.spec.Step` or `planlife.Step(lens)`, that leads nowhere."""
+    """Every dotted name in `text`, as in `planlife.spec.Step` or `planlife.Step(lens)`, that leads nowhere."""
     return [name for name in re.findall(r"`(planlife(?:\.\w+)+)(?:\(.*?\))?`", text) if not leads_somewhere(name)]
 
 
@@ -109,3 +109,15 @@ def test_a_page_that_points_at_nothing_is_found() -> None:
     assert missing_tests(text) == ["test_docs.py::test_none", "none/test_it.py::test_it"]
     text = "`planlife.manager.PlanManager.plan_for(step)` `planlife.manager.PlanManager.none` `planlife.none`"
     assert missing_names(text) == ["planlife.manager.PlanManager.none", "planlife.none"]
+
+
+@pytest.mark.parametrize(("letter", "last"), [("R", 48), ("C", 84)])
+def test_every_requirement_and_case_has_one_row(letter: str, last: int) -> None:
+    rows = re.findall(rf"^\| ({letter}\d\d?) \|.*\|$", (DOCS / "requirements.md").read_text(), re.M)
+    digits = 1 if letter == "R" else 2
+    assert rows == [f"{letter}{number:0{digits}}" for number in range(1, last + 1)]
+
+
+def test_a_row_names_a_test_or_says_what_is_missing() -> None:
+    rows = re.findall(r"^\| [RC]\d\d? \|.*\|$", (DOCS / "requirements.md").read_text(), re.M)
+    assert [row for row in rows if ".py::" not in row and "not yet" not in row] == []

@@ -18,15 +18,16 @@ LAYERS = (
     ("errors", "spec", "device"),
     ("planner", "ladder", "ledger", "store", "report", "events", "item"),
     ("plan", "call_check", "graph_record", "sizing", "residency", "backends.base"),
+    ("slot", "graph_book", "configuration"),
     ("manager",),
     ("emulated_graph", "torch_device", "kernels", "backends"),
     ("trace", "testing", "demo", "bench"),
     ("commands", "cli"),
 )
-CORE = {module for layer in LAYERS[:4] for module in layer}
+CORE = {module for layer in LAYERS[:5] for module in layer}
 
-#: The manager picks device and backend by name, when it is made.
-LAZY_UPWARDS = {"manager": ("torch_device", "backends")}
+#: Device and backend are picked by name, when a manager is made.
+LAZY_UPWARDS = {"configuration": ("torch_device", "backends")}
 
 OUTSIDE_THE_CORE = {"torch", "triton", "aiter", "flydsl", "numpy", "click", "rich"}
 
@@ -101,7 +102,8 @@ def test_a_module_imports_only_from_its_own_layer_and_lower(module):
         ("planlife.store", "if True:\n    import torch.cuda"),
         ("planlife.manager", "from torch import Tensor"),
         ("planlife.manager", "from .torch_device import TorchDevice"),
-        ("planlife.manager", "def f():\n    from . import cli"),
+        ("planlife.manager", "def f():\n    from .torch_device import TorchDevice"),
+        ("planlife.configuration", "def f():\n    from . import cli"),
         ("planlife.ladder", "from .manager import PlanManager"),
         ("planlife.ladder", "def f():\n    from .manager import PlanManager"),
         ("planlife.backends.base", "import planlife.manager"),
@@ -116,7 +118,7 @@ def test_the_walk_finds_an_import_that_runs_upwards(module, source):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("planlife.manager", "def f():\n    import torch\n    from .torch_device import TorchDevice"),
+        ("planlife.configuration", "def f():\n    import torch\n    from .torch_device import TorchDevice"),
         ("planlife.manager", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
         ("planlife.manager", "from . import ladder\nfrom .backends.base import Backend"),
         ("planlife.backends.torch_backend", "import torch\nfrom ..manager import PlanManager"),

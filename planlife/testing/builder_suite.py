@@ -84,12 +84,12 @@ class BuilderAdapter(ABC):
         """Metadata of draft pass 1, 2, ...: the lengths of the step advance by one, in place."""
         raise NotImplementedError
 
-    def build_ubatch_for_capture(self, ubatch: int, rows: int) -> Any:
-        """As build_for_capture, of one micro-batch."""
+    def build_ubatches_for_capture(self, rows: int) -> Sequence[Any]:
+        """As build_for_capture: metadata of each micro-batch, of `rows` rows each."""
         raise NotImplementedError
 
-    def prepare_ubatch_decode(self, ubatch: int, lens: Sequence[int], rows: int) -> Any:
-        """As prepare_decode, of one micro-batch; all of a step are prepared before any decodes."""
+    def prepare_ubatch_decode(self, lens: Sequence[Sequence[int]], rows: int) -> Sequence[Any]:
+        """As prepare_decode: metadata of each micro-batch, padded to `rows` each. No layer runs in between."""
         raise NotImplementedError
 
     def prepare_dummy(self, rows: int) -> Any:
@@ -361,9 +361,9 @@ class _Run:
 
     def capture_ubatches(self, rows: int) -> _Capture:
         ubatches = range(self.adapter.num_ubatches)
-        where = f"build_ubatch_for_capture, {rows} rows each"
+        where = f"build_ubatches_for_capture({rows})"
         with _named(where):
-            metadata = [self.adapter.build_ubatch_for_capture(ubatch, rows) for ubatch in ubatches]
+            metadata = list(self.adapter.build_ubatches_for_capture(rows))
         batches = [self.world.batch(self.adapter.spec, rows, ubatch) for ubatch in ubatches]
         self._warm_up(where, metadata, batches)
         return self._capture(where, metadata, batches)
@@ -502,28 +502,28 @@ class _Run:
         adapter, world = self.adapter, self.world
         ubatches = range(adapter.num_ubatches)
         if capture:
-            rows = [capture.batches[0].query.shape[0] // adapter.spec.query_length] * len(ubatches)
-            lens = [world.random_lens(world.random_rows(rows[0])) for _ in ubatches]
-            how = f"replay of the graph of {rows[0]} rows each"
+            rows = capture.batches[0].query.shape[0] // adapter.spec.query_length
+            lens = [world.random_lens(world.random_rows(rows)) for _ in ubatches]
+            how = f"replay of the graph of {rows} rows each"
         else:
             # Equal row counts: one class, where sharing a plan would go unnoticed by shapes.
-            lens = [world.random_lens(max(adapter.capture_rows) // 2 or 1) for _ in ubatches]
-            rows = [len(one) for one in lens]
+            rows = max(adapter.capture_rows) // len(ubatches) or 1
+            lens = [world.random_lens(rows) for _ in ubatches]
             how = "eager"
         where = f"prepare_ubatch_decode, step {number} ({how})"
         before = self._counters()
-        metadata, all_lens = [], []
-        for ubatch in ubatches:
-            with _named(f"{where}, ubatch {ubatch}"):
-                metadata.append(adapter.prepare_ubatch_decode(ubatch, lens[ubatch], rows[ubatch]))
-        for ubatch in ubatches:
-            name = f"{where}, ubatch {ubatch}"
-            padding = (adapter.padding_tokens,)
-            all_lens.append(self.check_lens(name, metadata[ubatch], lens[ubatch], rows[ubatch], padding))
+        with _named(where):
+            metadata = list(adapter.prepare_ubatch_decode(lens, rows))
+        all_lens = [
+            self.check_lens(
+                f"{where}, ubatch {ubatch}", metadata[ubatch], lens[ubatch], rows, (adapter.padding_tokens,)
+            )
+            for ubatch in ubatches
+        ]
         if capture:
             self._replay(where, capture, metadata, all_lens, before)
         else:
-            batches = [world.batch(adapter.spec, rows[ubatch], ubatch) for ubatch in ubatches]
+            batches = [world.batch(adapter.spec, rows, ubatch) for ubatch in ubatches]
             for batch in batches:
                 world.fill(batch)
             with _named(where):

@@ -158,6 +158,25 @@ def test_a_foreign_refresh_over_ones_own_lengths_is_refused() -> None:
     world.assert_right(world.decode(plan_b), world.expected())
 
 
+def test_a_foreign_refresh_over_lengths_without_a_version_is_refused_and_beside_them_is_not() -> None:
+    """C09 in inference mode: nothing tells whether A's buffer was written, only that B was planned from it."""
+    with torch.inference_mode():
+        world = World(warm=True)
+        world.set_lens([500, 3, 257, 64, 1])
+        plan_a = world.manager.plan_for(world.step())
+        world.set_lens([2, 400, 18, 0, 512, 33])
+        plan_b = world.manager.plan_for(world.step())
+        world.output.fill_(torch.nan)
+        with pytest.raises(StalePlanError, match="planned since for another step"):
+            world.decode(plan_a)
+        assert world.output.isnan().all()
+        world.assert_right(world.decode(plan_b), world.expected())
+
+        other_lens = world.lens.clone().fill_(7)  # positive control: B in a buffer of its own
+        world.manager.plan_for(world.step(lens=other_lens))
+        world.assert_right(world.decode(plan_b), world.expected())
+
+
 def test_a_step_plan_kept_for_later_steps_decodes_its_own_step_or_is_refused() -> None:
     world = World(warm=True)
     world.set_lens([500, 3, 257, 64, 1])

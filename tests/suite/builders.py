@@ -148,11 +148,11 @@ class Adapter(BuilderAdapter):
     def prepare_mtp_decode(self, metadata: Metadata, draft_pass: int) -> Metadata:
         return self.builder.prepare_mtp_decode(metadata, draft_pass)
 
-    def build_ubatch_for_capture(self, ubatch: int, rows: int) -> Metadata:
-        return self.builder.build_ubatch_for_capture(ubatch, rows)
+    def build_ubatches_for_capture(self, rows: int) -> list[Metadata]:
+        return [self.builder.build_ubatch_for_capture(ubatch, rows) for ubatch in range(NUM_UBATCHES)]
 
-    def prepare_ubatch_decode(self, ubatch: int, lens: Sequence[int], rows: int) -> Metadata:
-        return self.builder.prepare_ubatch_decode(ubatch, lens, rows)
+    def prepare_ubatch_decode(self, lens: Sequence[Sequence[int]], rows: int) -> list[Metadata]:
+        return [self.builder.prepare_ubatch_decode(ubatch, one, rows) for ubatch, one in enumerate(lens)]
 
     def prepare_dummy(self, rows: int) -> Metadata:
         return self.builder.prepare_dummy(rows)

@@ -160,7 +160,7 @@ class ForgetsToPlanUbatchCapture(Builder):
 
 def test_forgetting_plan_for_in_the_ubatch_capture_method_is_named() -> None:
     message = failure("ubatches", ForgetsToPlanUbatchCapture)
-    assert message.startswith("build_ubatch_for_capture, 4 rows each, warm-up: ConfigError"), message
+    assert message.startswith("build_ubatches_for_capture(4), warm-up: ConfigError"), message
 
 
 class KeepsLengthsNowhere(Builder):
@@ -184,7 +184,7 @@ class SharesOnePlan(Builder):
 
 def test_a_plan_shared_between_ubatches_is_named_at_capture() -> None:
     message = failure("ubatches", SharesOnePlan)
-    assert message.startswith("build_ubatch_for_capture, 4 rows each, recording:"), message
+    assert message.startswith("build_ubatches_for_capture(4), recording:"), message
 
 
 def test_a_plan_shared_between_ubatches_is_named_eagerly() -> None:
@@ -198,6 +198,25 @@ def test_a_plan_shared_between_ubatches_is_named_eagerly() -> None:
     assert re.match(r"prepare_ubatch_decode, step 1 \(eager\): refreshed \d+ times, wanted at most 2:", message), (
         message
     )
+
+
+class KeepsThePlanOnItself(InGraphBuilder):
+    """The first layer plans, and leaves the plan where the other micro-batch finds it, too."""
+
+    def decode(self, metadata: Metadata, layer: int, *call: Any) -> None:
+        if layer == 0:
+            Builder.plan(self, metadata)
+            self.current = metadata.plan
+        self.manager.pa_decode(self.current, *call)
+
+
+def test_a_layer_that_decodes_the_other_ubatchs_work_is_named() -> None:
+    message = failure("ubatches", KeepsThePlanOnItself)
+    assert re.fullmatch(
+        r"prepare_ubatch_decode, step 1 \(eager\), ubatch 0: row \d decoded (\d+) tokens' work, lengths say \d+ "
+        r"\(\1 is what ubatch 1 had\)",
+        message,
+    ), message
 
 
 class KeepsTheLastPlan(Builder):

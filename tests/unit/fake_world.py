@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from planlife import CapacityLadder, PlanManager, PlanSpec, Step, StepPlan
+from planlife import CapacityLadder, MemoryReport, PlanManager, PlanSpec, Step, StepPlan
 from planlife.testing import FakeBackend, FakeDevice, FakeTensor
 
 MAX_TOKENS = 4096
@@ -100,7 +100,7 @@ class FakeWorld:
             **{f"scratch/{line.lane}/ub{line.ubatch}": line.state for line in report.arenas},
         }
 
-    def assert_bytes_add_up(self) -> None:
+    def assert_bytes_add_up(self) -> MemoryReport:
         """The ledger, the report's lines and the device's own count agree, within the budget."""
         report = self.manager.report()
         lines = [*report.plans, *report.arenas]
@@ -109,6 +109,7 @@ class FakeWorld:
         assert all((line.num_pins > 0) == (line.state == "pinned") for line in lines), report
         assert report.resident_bytes == self.device.live_bytes
         assert self.device.high_water_bytes <= report.budget_bytes
+        return report
 
 
 class Captured:

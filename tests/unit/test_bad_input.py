@@ -155,7 +155,11 @@ BAD_SPECS: list[tuple[str, Any, str]] = [
     *[("query_length", value, "query_length must be") for value in (0, *NOT_INTS)],
     *[("sliding_window", value, "sliding_window must be") for value in (-1, *NOT_INTS)],
     *[("max_context_tokens", value, "max_context_tokens must") for value in (0, 2**31, HUGE, *NOT_INTS)],
-    *[(name, value, f"{name} must be") for name in ("max_partitions", "workgroup_budget") for value in (0, *NOT_INTS[1:])],
+    *[
+        (name, value, f"{name} must be")
+        for name in ("max_partitions", "workgroup_budget")
+        for value in (0, *NOT_INTS[1:])
+    ],
     *[("lane", value, "lane must be") for value in ("", None, 3, b"main")],
     *[("shared_lengths", value, "shared_lengths must be") for value in (None, 1, 0, "yes")],
     *[(name, "int8", f"{name} must be one of") for name in ("q_dtype", "kv_dtype", "kv_layout", "scales")],
@@ -163,7 +167,7 @@ BAD_SPECS: list[tuple[str, Any, str]] = [
     ("kv_dtype", "float8_e4m3fn", "FP8 caches take per_tensor or per_token"),
     ("scales", "per_token", "other caches take none"),
     *[(name, None, f"{name} must be one of") for name in ("q_dtype", "kv_dtype", "kv_layout", "scales")],
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("field", "value", "message"), BAD_SPECS, ids=lambda value: repr(value)[:20])
@@ -197,7 +201,7 @@ BAD_MANAGERS: list[tuple[str, Any, str]] = [
     *[("ladder", value, "ladder must") for value in (None, [1, 2], 8, {}, {"other": CapacityLadder([1])})],
     *[("ladder", value, "ladder must") for value in ({"default": 8}, {"default": CapacityLadder([1]), "b": None})],
     *[("sites", value, "sites must be") for value in (None, {}, [], "default", {"a": None}, {3: spec()}, 4)],
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("argument", "value", "message"), BAD_MANAGERS, ids=lambda value: repr(value)[:24])
@@ -237,14 +241,23 @@ BAD_CALLS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "kv device": (bad_tensor("key_cache", device="cpu"), "key_cache's device is cpu, wanted the manager's, fake"),
     "kv stride": (bad_tensor("key_cache", strides=(512, 32, 32, 2)), "key_cache's last stride is 2, wanted 1"),
     "no pages": (bad_tensor("key_cache", shape=(0, 16, 1, 16)), r"key_cache's shape is \[0, 16, 1, 16\]"),
-    "page counts": (bad_tensor("value_cache", shape=(5, 16, 1, 16)), "value_cache's page count is 5, wanted key_cache's, 4"),
+    "page counts": (
+        bad_tensor("value_cache", shape=(5, 16, 1, 16)),
+        "value_cache's page count is 5, wanted key_cache's, 4",
+    ),
     "5-D cache": (bad_tensor("key_cache", shape=(4, 16, 1, 16, 1)), "key_cache's shape"),
     "query dtype": (bad_tensor("query", dtype="float16"), "query's dtype is float16, wanted bfloat16"),
-    "query heads": (bad_tensor("query", shape=(2, 8, 16)), r"query's shape is \[2, 8, 16\], wanted \[rows \* 1, 4, 16\]"),
+    "query heads": (
+        bad_tensor("query", shape=(2, 8, 16)),
+        r"query's shape is \[2, 8, 16\], wanted \[rows \* 1, 4, 16\]",
+    ),
     "few rows": (bad_tensor("query", shape=(1, 4, 16)), "query's row count is 1 .*wanted 2 to 2"),
     "many rows": (bad_tensor("query", shape=(3, 4, 16)), "query's row count is 3 .*wanted 2 to 2"),
     "2-D query": (bad_tensor("query", shape=(2, 64)), "query's shape"),
-    "output shape": (bad_tensor("output", shape=(1, 4, 16)), r"output's shape is \[1, 4, 16\], wanted query's, \[2, 4, 16\]"),
+    "output shape": (
+        bad_tensor("output", shape=(1, 4, 16)),
+        r"output's shape is \[1, 4, 16\], wanted query's, \[2, 4, 16\]",
+    ),
     "output dtype": (bad_tensor("output", dtype="float32"), "output's dtype is float32, wanted bfloat16"),
     "output device": (bad_tensor("output", device="meta"), "output's device is meta"),
     "tables dtype": (bad_tensor("block_tables", dtype="int64"), "block_tables's? dtype is int64, wanted int32"),
@@ -252,20 +265,47 @@ BAD_CALLS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "no columns": (bad_tensor("block_tables", shape=(2, 0)), r"block_tables' shape is \[2, 0\].*at least 1 page"),
     "1-D tables": (bad_tensor("block_tables", shape=(2,)), "block_tables' shape"),
     "tables device": (bad_tensor("block_tables", device="host"), "block_tables's device is host"),
-    **{f"{name} None": (bad_value(**{name: None}), rf"{name} is None \(NoneType\), wanted a tensor")
-       for name in ("output", "query", "key_cache", "value_cache", "block_tables")},
-    **{f"{name} list": (bad_value(**{name: [1]}), rf"{name} is \[1\] \(list\), wanted a tensor")
-       for name in ("output", "query", "key_cache", "value_cache", "block_tables")},
-    **{f"softmax_scale {value!r:.8}": (bad_value(softmax_scale=value), "softmax_scale is .*, wanted finite and > 0")
-       for value in (0, 0.0, -0.0, -1.0, float("nan"), float("inf"), -float("inf"), np.float32("nan"), Fraction(-1, 2), HUGE)},
-    **{f"softmax_scale {value!r:.8}": (bad_value(softmax_scale=value), "softmax_scale is .*, wanted a number on the host")
-       for value in (None, True, "0.25", Decimal("0.25"), 1j, [0.25], FakeTensor(1, "float32"))},
-    **{f"{name} for bf16": (bad_value(**{name: 1.0}), rf"{name} is 1.0 \(float\), wanted None: a bfloat16 cache has no scales")
-       for name in ("key_scale", "value_scale")},
+    **{
+        f"{name} None": (bad_value(**{name: None}), rf"{name} is None \(NoneType\), wanted a tensor")
+        for name in ("output", "query", "key_cache", "value_cache", "block_tables")
+    },
+    **{
+        f"{name} list": (bad_value(**{name: [1]}), rf"{name} is \[1\] \(list\), wanted a tensor")
+        for name in ("output", "query", "key_cache", "value_cache", "block_tables")
+    },
+    **{
+        f"softmax_scale {value!r:.8}": (bad_value(softmax_scale=value), "softmax_scale is .*, wanted finite and > 0")
+        for value in (
+            0,
+            0.0,
+            -0.0,
+            -1.0,
+            float("nan"),
+            float("inf"),
+            -float("inf"),
+            np.float32("nan"),
+            Fraction(-1, 2),
+            HUGE,
+        )
+    },
+    **{
+        f"softmax_scale {value!r:.8}": (
+            bad_value(softmax_scale=value),
+            "softmax_scale is .*, wanted a number on the host",
+        )
+        for value in (None, True, "0.25", Decimal("0.25"), 1j, [0.25], FakeTensor(1, "float32"))
+    },
+    **{
+        f"{name} for bf16": (
+            bad_value(**{name: 1.0}),
+            rf"{name} is 1.0 \(float\), wanted None: a bfloat16 cache has no scales",
+        )
+        for name in ("key_scale", "value_scale")
+    },
     "sinks": (bad_value(sinks=FakeTensor(3, "float32")), r"sinks' shape is \[3\], wanted \[4\]"),
     "sinks list": (bad_value(sinks=[1.0] * 4), "sinks' shape is "),
     "sinks device": (bad_value(sinks=FakeTensor(4, "float32", "cpu")), "sinks' device is cpu"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("bad", BAD_CALLS)
@@ -300,7 +340,7 @@ BAD_SCALES: list[tuple[str, Any, str]] = [
     *[("per_token", value, "a float32 tensor") for value in (1.0, [1.0])],
     *[(kind, FakeTensor(1, "float16"), "float32") for kind in ("per_tensor", "per_token")],
     *[(kind, FakeTensor(1, "float32", "cpu"), "device is cpu") for kind in ("per_tensor", "per_token")],
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("kind", "scale", "message"), BAD_SCALES, ids=lambda value: repr(value)[:20])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -418,6 +419,19 @@ def test_an_arena_outlives_the_plans_of_its_lane() -> None:
     assert evicted == [f"default/{rows}/ub0" for rows in (8, 1, 4, 2)] + ["scratch/main/ub0"]
 
 
+def test_a_miss_uses_the_arena_that_is_there_too() -> None:
+    """The scratch of the call that was just served is not the next victim."""
+    world = FakeWorld()
+    world.warm()
+    world.manager.trim(0)
+    for rows in (8, 1, 4):
+        world.run([1] * rows)
+    evicted: list[str] = []
+    world.manager.add_hook(lambda event: evicted.append(event.subject) if event.kind == "evict" else None)
+    world.manager.trim(0)
+    assert evicted == [*(f"default/{rows}/ub0" for rows in (8, 1, 4)), "scratch/main/ub0"]
+
+
 def test_sites_of_one_lane_share_scratch_and_lanes_never_do() -> None:
     """R21: memory is the maximum over serial calls, not their sum."""
     one_lane = FakeWorld(sites={"a": spec(), "b": spec(sliding_window=64)}, ubatches=2)
@@ -451,3 +465,26 @@ def test_trim_returns_what_it_freed_and_stops_at_its_target() -> None:
     assert freed + world.manager.trim(0) == worst
     assert world.manager.trim(0) == 0
     world.assert_bytes_add_up()
+
+
+def test_a_manager_that_is_dropped_gives_its_buffers_back_at_once() -> None:
+    """C80: also where the engine runs with garbage collection off, as for its captures."""
+
+    class Remembering(FakeDevice):
+        def allocate(self, num_bytes: int) -> Any:
+            buffer = super().allocate(num_bytes)
+            alive.append(weakref.ref(buffer))
+            return buffer
+
+    alive: list[weakref.ref[Any]] = []
+    world = FakeWorld(ubatches=2, device=Remembering())
+    world.warm()
+    world.run([3, 4])
+    world.run([3, 4], ubatch=1)
+    assert all(ref() is not None for ref in alive) and len(alive) == 10
+    gc.disable()
+    try:
+        del world.manager
+        assert [ref() for ref in alive if ref() is not None] == []
+    finally:
+        gc.enable()

@@ -15,7 +15,7 @@ from planlife.commands import byte_count
 from planlife.commands import planlife as command
 from planlife.errors import BudgetError, ConfigError
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 class Result:
@@ -151,6 +151,6 @@ def test_the_entry_point_runs_where_the_extra_is_installed():
 def test_bench_host_prints_each_figure_with_what_it_includes():
     result = CliRunner().invoke(command, ["bench", "host", "--batches", "30", "--calls", "1"])
     assert result.exit_code == 0, result.output
-    for call in ("plan_for, skipped", "pa_decode, no kernel", "plan_for, off"):
+    for call in ("plan_for, skipped", "pa_decode, bookkeeping", "pa_decode, new tensors", "plan_for, off"):
         assert f"{call}:" in result.output
     assert CliRunner().invoke(command, ["bench", "host", "--batches", "29"]).exit_code == 2
