@@ -352,16 +352,18 @@ class PlanManager:
             raise ConfigError(f"pa_decode takes the StepPlan of plan_for, got {type(plan).__name__}.") from None
         if slot.token is not self._token:
             raise RouteError(f"{plan!r} was made by another PlanManager; decode with the one that planned it.")
-        call = (
-            output, query, key_cache, value_cache, block_tables, softmax_scale, key_scale, value_scale, sinks,
-        )  # fmt: skip
+        # The arguments are spelled out twice: passing them on as a tuple costs a layer 0.2 us more.
         if item is None:
+            call = (output, query, key_cache, value_cache, block_tables, softmax_scale, key_scale, value_scale, sinks)
             try:
                 self._decode_other(plan, call)
             finally:
                 self._announcer.deliver()
             return output
-        slot.checker.check(plan.rows, item.class_rows, *call)
+        slot.checker.check(
+            plan.rows, item.class_rows, output, query, key_cache, value_cache, block_tables, softmax_scale,
+            key_scale, value_scale, sinks,
+        )  # fmt: skip
         try:
             with item.lock:
                 pair = item.pair
@@ -380,8 +382,13 @@ class PlanManager:
                     self._sanitize_tables(tables, plan.mark)  # type: ignore[arg-type]
                 segments = tables.segments
                 if len(segments) == 1:
-                    self._backend.decode(segments[0].native, scratch, *call)
+                    self._backend.decode(
+                        segments[0].native, scratch, output, query, key_cache, value_cache, block_tables, softmax_scale,
+                        key_scale, value_scale, sinks,
+                    )  # fmt: skip
                 else:
+                    extras = (softmax_scale, key_scale, value_scale, sinks)
+                    call = (output, query, key_cache, value_cache, block_tables, *extras)
                     self._decode_segments(slot.spec.query_length, segments, scratch, call)
         finally:
             if self._events:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -266,13 +266,46 @@ def test_trim_from_another_thread_during_80_eager_steps_is_never_silent() -> Non
     assert world.counters()["evictions"] > 10
 
 
+class MeddlingBackend(TorchBackend):
+    """Lets something happen elsewhere in the middle of the next refresh."""
+
+    meddle: Callable[[], object] | None = None
+
+    def refresh(self, *args: Any) -> None:
+        meddle, self.meddle = self.meddle, None
+        if meddle is not None:
+            meddle()
+        super().refresh(*args)
+
+
+def test_a_plan_is_pinned_before_its_refresh_is_recorded() -> None:
+    """C68 with C72: what another thread evicts or brings back meanwhile has no address in the graph."""
+    backend = MeddlingBackend()
+    world = World(warm=True, backend=backend)
+    world.set_lens(LENS)
+
+    def evict_and_bring_back() -> None:
+        world.manager.trim(0)
+        world.manager.plan_for(world.step(3))
+
+    with world.manager.graph() as graph:
+        backend.meddle = lambda: world.elsewhere(evict_and_bring_back)
+        world.decode(world.manager.plan_for(world.step()))
+    gc.collect()
+    for _ in range(2):
+        world.set_lens(world.random_lens(8))
+        world.assert_right(world.replay(graph, world.step()), world.expected())
+
+
 @both_styles
 def test_trim_from_another_thread_during_captures_gives_right_graphs_or_refusals(style: str) -> None:
     """C68 with C72: what a graph reads is pinned before its address is taken."""
     world = World(warm=True)
     num_captured = 0
-    with trimming(world, pause_s=0):
-        for _ in range(25):
+    with trimming(world, pause_s=0.002):
+        for _ in range(200):
+            if num_captured == 8:
+                break
             world.set_lens(LENS)
             step = world.step()
             world.manager.plan_for(step)
@@ -287,7 +320,7 @@ def test_trim_from_another_thread_during_captures_gives_right_graphs_or_refusals
                 world.assert_right(world.replay(graph, world.step(), style), world.expected())
             del graph
             gc.collect()
-    assert num_captured
+    assert num_captured == 8
 
 
 # ---------------------------------------------------------------- hooks
