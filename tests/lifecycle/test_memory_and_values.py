@@ -316,14 +316,16 @@ def test_a_head_parallel_view_of_a_larger_cache_is_served_in_place() -> None:
 
 @pytest.mark.parametrize("sanitize", ["off", "count"])
 def test_lengths_above_the_bound_are_clamped_and_read_nothing_behind_it(sanitize: str) -> None:
-    """C55: the pages behind max_context_tokens hold NaN."""
-    world = World(sites={"default": small_spec(max_context_tokens=256)}, warm=True, sanitize=sanitize)
-    world.set_lens([256, 100, 400, 640])
+    """C55: the bound lies inside a tile, and the pages behind it hold NaN."""
+    world = World(sites={"default": small_spec(max_context_tokens=250)}, warm=True, sanitize=sanitize)
+    world.set_lens([250, 100, 256, 640])
     for row in (2, 3):
         world.tables[row, 256 // PAGE :] = 0
-    clamped = world.lens[:4].clamp(max=256)
+    clamped = world.lens[:4].clamp(max=250)
     output = world.eager(world.step(4))
     world.assert_right(output[:4], world.expected(world.query[:4], clamped))
-    world.set_lens([256, 255, 1, 0])  # positive control: at the bound nothing is cut
+    unclamped = world.lens[:4].clamp(max=256)  # positive control: the last six tokens do show
+    world.assert_wrong(output[:4], world.expected(world.query[:4], unclamped))
+    world.set_lens([250, 249, 1, 0])
     world.assert_right(world.eager(world.step(4))[:4], world.expected(world.query[:4], world.lens[:4]))
     assert world.counters()["lengths_clamped"] == (2 if sanitize == "count" else 0)

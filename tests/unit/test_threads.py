@@ -120,6 +120,51 @@ def test_a_third_thread_may_evict_at_any_time() -> None:
     world.assert_bytes_add_up()
 
 
+def test_a_refresh_waits_for_a_decode_of_the_same_plan_to_be_launched() -> None:
+    """What a decode compared the mark of is what it launches with."""
+    world = FakeWorld(rows=2)
+    world.warm()
+    first, second = (FakeTensor(2, values=[length] * 2) for length in (3, 4))
+    plan = world.manager.plan_for(Step(first, owner=first))
+    other = threading.Thread(target=lambda: world.manager.plan_for(Step(second, owner=second)), daemon=True)
+    real_decode = world.backend.decode
+
+    def decode(*call: Any) -> None:
+        other.start()
+        other.join(0.2)
+        real_decode(*call)
+
+    world.backend.decode = decode  # type: ignore[method-assign]
+    assert world.decode(plan) == [3, 3]
+    other.join(10)
+    world.backend.decode = real_decode  # type: ignore[method-assign]
+    assert world.counters["refreshes"] == 2  # positive control: the other one did come through
+    assert world.decode(plan) == [3, 3]
+
+
+def test_a_mark_is_set_by_the_thread_whose_refresh_was_last() -> None:
+    world = FakeWorld(rows=2)
+    world.warm()
+    first, second = (FakeTensor(2, values=[length] * 2) for length in (3, 4))
+    plans: dict[int, Any] = {}
+    other = threading.Thread(
+        target=lambda: plans.update({4: world.manager.plan_for(Step(second, owner=second))}), daemon=True
+    )
+    real_refresh = world.backend.refresh
+
+    def refresh(*call: Any) -> None:
+        real_refresh(*call)
+        if not other.ident:
+            other.start()
+            other.join(0.2)
+
+    world.backend.refresh = refresh  # type: ignore[method-assign]
+    plans[3] = world.manager.plan_for(Step(first, owner=first))
+    other.join(10)
+    for length, plan in sorted(plans.items()):
+        assert world.decode(plan) == [length] * 2
+
+
 def test_a_thread_that_mints_leaves_its_plans_to_the_others() -> None:
     """No thread-local ownership."""
     world = FakeWorld(ubatches=2)
