@@ -267,6 +267,7 @@ class PlanManager:
         try:
             for slot, plan in todo:
                 with plan.lock, self._lock:
+                    self._check_open("warm")  # a hook or another thread may have closed it meanwhile
                     if not (plan.is_resident and slot.arena.is_resident):
                         self._residency.mint_what_fits(plan, slot.arena)
         finally:
@@ -762,6 +763,7 @@ class PlanManager:
 
         The manager's lock is held.
         """
+        self._check_open("plan_for")  # again, under the lock: what is allocated after close() nobody gives back
         if plan.is_resident and slot.arena.is_resident:
             self._residency.store.touch(plan)
             self._residency.store.touch(slot.arena)
