@@ -652,7 +652,12 @@ class PlanManager:
 
     def _check_unmoved(self, plan: StepPlan, mark: Mark, tables: Tables) -> None:
         """Refuse to plan again from a length buffer that was written, or may have been, since this step's plan_for."""
-        version = self._device.inspect_lens(mark.lens)[2]
+        rows, address, version = self._device.inspect_lens(mark.lens)
+        if (rows, address) != (mark.rows, mark.address):
+            raise self._stale(
+                f"{plan.item} must be planned again for {plan!r}, but its length tensor is another buffer since "
+                f"plan_for ({mark.rows} rows at {mark.address:#x}, now {rows} at {address:#x}). Call plan_for again."
+            )
         if version != mark.version:
             raise self._stale(
                 f"{plan.item} must be planned again for {plan!r}, but its length buffer was written since plan_for "
