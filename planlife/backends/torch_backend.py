@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..kernels.torch_decode import decode_into
 from ..kernels.torch_planner import plan_into
 from ..planner import spec_capacity
-from ..spec import FP8_DTYPES, PlanSpec
+from ..spec import FP8_DTYPES, PlanSpec, check_int
 from .base import FLAG_CLAMPED, FLAG_STALE
 
 _ALIGN_BYTES = 16
@@ -55,6 +55,8 @@ class TorchBackend:
     name = "torch"
 
     def __init__(self, max_plan_rows: int | None = None) -> None:
+        if max_plan_rows is not None:
+            check_int("max_plan_rows", max_plan_rows, at_least=1)
         self.max_plan_rows = max_plan_rows
 
     def refuse_spec(self, spec: PlanSpec, device: Any) -> Sequence[str]:

@@ -427,3 +427,9 @@ def test_every_reason_is_given_and_a_spec_beside_them_is_taken():
 def test_the_row_limit_is_a_setting():
     assert TorchBackend().max_plan_rows is None
     assert TorchBackend(max_plan_rows=4).max_plan_rows == 4
+
+
+@pytest.mark.parametrize("limit", [0, -3, True, 2.5, "4"])
+def test_a_row_limit_that_can_never_work_is_refused(limit):
+    with pytest.raises(ConfigError, match="max_plan_rows must be"):
+        TorchBackend(max_plan_rows=limit)
