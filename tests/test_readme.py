@@ -17,7 +17,8 @@ def code_blocks(language: str) -> list[str]:
 
 def test_readmes_example_runs_as_it_stands():
     (example,) = code_blocks("python")
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     run = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
     assert "tensor(" in run.stdout

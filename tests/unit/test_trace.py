@@ -210,7 +210,7 @@ def test_an_unknown_header_is_refused_with_the_known_ones(tmp_path, header):
     assert "JSON Lines" in message
 
 
-@pytest.mark.parametrize("content", ["", "\n\n", "\ufeff", gzip.compress(b"")])
+@pytest.mark.parametrize("content", ["", "\n\n", "\ufeff", gzip.compress(b"", mtime=0)])
 def test_an_empty_file_is_refused(tmp_path, content):
     assert "the file is empty" in refusal(write(tmp_path, content))
 
