@@ -283,7 +283,7 @@ class _OutsideStorage:
 class _TensorRef:
     """A tensor of a recorded op: a place in one of the program's storages."""
 
-    __slots__ = ("_dtype", "_offset", "_owned", "_size", "_slot", "_stride")
+    __slots__ = ("_dtype", "_is_conj", "_is_neg", "_offset", "_owned", "_size", "_slot", "_stride")
 
     def __init__(self, tensor: torch.Tensor, slot: int) -> None:
         self._slot = slot
@@ -291,12 +291,14 @@ class _TensorRef:
         self._offset = tensor.storage_offset()
         self._size = tuple(tensor.size())
         self._stride = tuple(tensor.stride())
+        self._is_conj, self._is_neg = tensor.is_conj(), tensor.is_neg()
         self._owned: torch.Tensor | None = None
 
     def bind(self, program: _Program, storages: Sequence[torch.UntypedStorage]) -> torch.Tensor:
         if self._owned is not None:
             return self._owned
         tensor = _view(storages[self._slot], self._dtype, self._offset, self._size, self._stride)
+        _set_lazy_bits(tensor, self._is_conj, self._is_neg)
         if program.owns(self._slot):
             self._owned = tensor
         return tensor
@@ -490,6 +492,7 @@ class _Shadow:
             self._shadow_storages[storage._cdata] = shadow_storage
             self._real_storages[shadow_storage._cdata] = (storage, value.is_inference())
         shadow = _view(shadow_storage, value.dtype, value.storage_offset(), value.size(), value.stride(), device="meta")
+        _set_lazy_bits(shadow, value.is_conj(), value.is_neg())
         self._tensors[id(shadow)] = (shadow, value)
         return shadow
 
@@ -521,6 +524,7 @@ class _Shadow:
         # A view is what its base is: in inference mode an ordinary tensor's views are ordinary.
         with torch.inference_mode(is_inference):
             tensor = _view(storage, shadow.dtype, shadow.storage_offset(), shadow.size(), shadow.stride())
+        _set_lazy_bits(tensor, shadow.is_conj(), shadow.is_neg())
         return tensor, key in self._born
 
 
@@ -552,6 +556,14 @@ def _view(
     device: str = "cpu",
 ) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, tuple(size), tuple(stride))
+
+
+def _set_lazy_bits(view: torch.Tensor, is_conj: bool, is_neg: bool) -> None:
+    """Tensor.conj() and its .imag are views that their readers conjugate or negate."""
+    if is_conj:
+        torch._C._set_conj(view, True)
+    if is_neg:
+        torch._C._set_neg(view, True)
 
 
 def _map(fn: Callable[[Any], Any], value: Any) -> Any:

@@ -431,6 +431,20 @@ def test_views_cost_no_op() -> None:
     assert graph.num_ops == 1
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_views_that_are_conjugated_or_negated_when_read_stay_so(mode: str) -> None:
+    x = torch.zeros(2, dtype=torch.complex64)
+    graph = EmulatedGraph()
+    with MODES[mode](), record(graph):
+        conjugate = x.conj()
+        product, negated = conjugate * 1j, conjugate.imag + 1
+    x.copy_(torch.tensor([1 + 2j, 3 - 4j]))
+    graph.replay()
+    assert conjugate.tolist() == [1 - 2j, 3 + 4j]
+    assert product.tolist() == [2 + 1j, -4 + 3j]
+    assert negated.tolist() == [-1, 5]
+
+
 def test_ops_that_change_a_shape_in_place_work() -> None:
     graph, x = EmulatedGraph(), torch.arange(6.0)
     with record(graph):
