@@ -539,6 +539,8 @@ def _why_refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> st
         # A number written through a mask is a masked_fill, which needs no count of the mask.
         return why if _has_mask(args[1]) and args[2].dim() > 0 else None
     if packet is aten.repeat_interleave:
+        if func is aten.repeat_interleave.self_int:  # whole in inference mode; its tag means the overloads of tensors
+            return None
         return why if kwargs.get("output_size") is None else None
     return why if torch.Tag.dynamic_output_shape in func.tags else None
 
