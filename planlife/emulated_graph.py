@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -221,6 +221,12 @@ class EmulatedGraph:
         if self._recorder is not None:
             raise RuntimeError(f"reset of a graph that is recording capture {self._capture_id}. End the capture first.")
         self._clear()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an EmulatedGraph cannot be copied or pickled: addresses are baked into it. Record a new one, and keep "
+            "graphs off the objects that are copied."
+        )
 
     def _abandon(self) -> None:
         self._stop()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -294,6 +296,18 @@ def test_a_graph_is_collected_without_a_garbage_collection() -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_graph_is_not_duplicated(duplicate: Callable[[object], object]) -> None:
+    """A copy would free the weak references to storages a second time, and replay into memory that nobody owns."""
+    x, graph = torch.zeros(3), EmulatedGraph()
+    with record(graph):
+        x.add_(1)
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        duplicate(graph)
+    graph.replay()
+    assert x.tolist() == [1, 1, 1]
 
 
 def test_graphs_are_told_apart_by_identity() -> None:
