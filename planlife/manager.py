@@ -812,13 +812,15 @@ class PlanManager:
             raise self._announcer.refuse(
                 RouteError("graph() was called while this stream records: captures do not nest.")
             )
+        is_known = g is not None and self._graphs.of(g) is not None
         if g is None:
             g = self._device.new_graph()
-        elif self._graphs.of(g) is not None:
+        recording = self._device.record(g, **options)  # first: an option that does not exist must not cost the graph
+        if is_known:
             self._device.reset(g)
             self.release(g)
         try:
-            with self._device.record(g, **options):
+            with recording:
                 with self._lock:
                     record = self._graphs.record_for(self._capture_id())
                     record.bind(g)
