@@ -253,8 +253,12 @@ class EmulatedGraph:
 
 
 def _fire_all(callbacks: list[Callable[[], object]]) -> None:
-    while callbacks:
-        callbacks.pop(0)()
+    try:
+        while callbacks:
+            callbacks.pop(0)()
+    finally:
+        if callbacks:  # one raised, and the others are owed their call all the same
+            _fire_all(callbacks)
 
 
 def _require_recorder(what: str) -> _Recorder:

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -348,6 +349,21 @@ def test_a_user_object_fires_once_when_its_graph_is_collected() -> None:
     del graph, cycle
     gc.collect()
     assert fired == [1]
+
+
+def test_a_user_object_that_raises_does_not_silence_the_others() -> None:
+    told: list[str] = []
+
+    def fails() -> None:
+        raise ValueError("first")
+
+    graph = EmulatedGraph()
+    with record(graph):
+        for callback in (fails, partial(told.append, "second"), fails, partial(told.append, "fourth")):
+            watch_current_capture(callback)
+    with pytest.raises(ValueError, match="first"):
+        graph.reset()
+    assert told == ["second", "fourth"]
 
 
 def test_a_user_object_finds_its_graph_already_empty() -> None:
