@@ -343,7 +343,8 @@ class PlanManager:
         Returns output.
 
         Raises ConfigError for tensors that are not the site's, StalePlanError if the lengths that were planned are
-        gone, RouteError where nothing may serve the call. Capture: yes. Syncs: no. Allocates: no.
+        gone, RouteError where nothing may serve the call, MintError while recording and BudgetError else if the plan
+        was evicted since and cannot come back. Capture: yes. Syncs: no. Allocates: only to bring back what was evicted.
         """
         if self._released:
             self._drain()
