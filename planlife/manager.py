@@ -94,7 +94,7 @@ class PlanManager:
             raise ConfigError(f"enabled must be a bool, got {enabled!r}.")
         self._device: Device = resolve_device(device)
         self._backend: Backend = resolve_backend(backend)
-        self._fallback: FallbackFn | None = resolve_fallback(fallback)
+        self._fallback: FallbackFn | None = resolve_fallback(fallback, specs, self._device)
         self._enabled = enabled
         self._on_miss = on_miss
         self._sanitize = sanitize
