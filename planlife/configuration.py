@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from .backends.base import Backend, require_backend
@@ -62,14 +63,22 @@ def resolve_backend(backend: str | Backend) -> Backend:
     return require_backend(backend)
 
 
-def resolve_fallback(fallback: str | FallbackFn | None) -> FallbackFn | None:
-    """A callable, or the one of that name."""
+def resolve_fallback(
+    fallback: str | FallbackFn | None, specs: Mapping[str, PlanSpec], device: Device
+) -> FallbackFn | None:
+    """A callable, or the one of that name, which must be able to take every site (R30)."""
     if fallback is None or callable(fallback):
         return fallback
     if fallback == "triton":
         raise BackendUnavailableError("fallback='triton' is not part of this release; pass 'torch' or a callable.")
     if fallback != "torch":
         raise ConfigError(f"fallback must be None, 'triton', 'torch' or a callable, got {fallback!r}.")
-    from .backends.torch_backend import dense_fallback
+    from .backends.torch_backend import TorchBackend, dense_fallback
 
+    for site, spec in specs.items():
+        reasons = TorchBackend().refuse_spec(replace(spec, max_partitions=None), device)  # it makes one of each row
+        if reasons:
+            raise ConfigError(
+                f"fallback='torch' cannot serve site {site!r}: {'; '.join(reasons)}. Pass a callable that can, or None."
+            )
     return dense_fallback

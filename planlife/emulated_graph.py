@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -222,6 +222,12 @@ class EmulatedGraph:
             raise RuntimeError(f"reset of a graph that is recording capture {self._capture_id}. End the capture first.")
         self._clear()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an EmulatedGraph cannot be copied or pickled: addresses are baked into it. Record a new one, and keep "
+            "graphs off the objects that are copied."
+        )
+
     def _abandon(self) -> None:
         self._stop()
         self._clear()
@@ -247,8 +253,12 @@ class EmulatedGraph:
 
 
 def _fire_all(callbacks: list[Callable[[], object]]) -> None:
-    while callbacks:
-        callbacks.pop(0)()
+    try:
+        while callbacks:
+            callbacks.pop(0)()
+    finally:
+        if callbacks:  # one raised, and the others are owed their call all the same
+            _fire_all(callbacks)
 
 
 def _require_recorder(what: str) -> _Recorder:
@@ -283,7 +293,7 @@ class _OutsideStorage:
 class _TensorRef:
     """A tensor of a recorded op: a place in one of the program's storages."""
 
-    __slots__ = ("_dtype", "_offset", "_owned", "_size", "_slot", "_stride")
+    __slots__ = ("_dtype", "_is_conj", "_is_neg", "_offset", "_owned", "_size", "_slot", "_stride")
 
     def __init__(self, tensor: torch.Tensor, slot: int) -> None:
         self._slot = slot
@@ -291,12 +301,14 @@ class _TensorRef:
         self._offset = tensor.storage_offset()
         self._size = tuple(tensor.size())
         self._stride = tuple(tensor.stride())
+        self._is_conj, self._is_neg = tensor.is_conj(), tensor.is_neg()
         self._owned: torch.Tensor | None = None
 
     def bind(self, program: _Program, storages: Sequence[torch.UntypedStorage]) -> torch.Tensor:
         if self._owned is not None:
             return self._owned
         tensor = _view(storages[self._slot], self._dtype, self._offset, self._size, self._stride)
+        _set_lazy_bits(tensor, self._is_conj, self._is_neg)
         if program.owns(self._slot):
             self._owned = tensor
         return tensor
@@ -490,6 +502,7 @@ class _Shadow:
             self._shadow_storages[storage._cdata] = shadow_storage
             self._real_storages[shadow_storage._cdata] = (storage, value.is_inference())
         shadow = _view(shadow_storage, value.dtype, value.storage_offset(), value.size(), value.stride(), device="meta")
+        _set_lazy_bits(shadow, value.is_conj(), value.is_neg())
         self._tensors[id(shadow)] = (shadow, value)
         return shadow
 
@@ -521,6 +534,7 @@ class _Shadow:
         # A view is what its base is: in inference mode an ordinary tensor's views are ordinary.
         with torch.inference_mode(is_inference):
             tensor = _view(storage, shadow.dtype, shadow.storage_offset(), shadow.size(), shadow.stride())
+        _set_lazy_bits(tensor, shadow.is_conj(), shadow.is_neg())
         return tensor, key in self._born
 
 
@@ -535,6 +549,8 @@ def _why_refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> st
         # A number written through a mask is a masked_fill, which needs no count of the mask.
         return why if _has_mask(args[1]) and args[2].dim() > 0 else None
     if packet is aten.repeat_interleave:
+        if func is aten.repeat_interleave.self_int:  # whole in inference mode; its tag means the overloads of tensors
+            return None
         return why if kwargs.get("output_size") is None else None
     return why if torch.Tag.dynamic_output_shape in func.tags else None
 
@@ -552,6 +568,14 @@ def _view(
     device: str = "cpu",
 ) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, tuple(size), tuple(stride))
+
+
+def _set_lazy_bits(view: torch.Tensor, is_conj: bool, is_neg: bool) -> None:
+    """Tensor.conj() and its .imag are views that their readers conjugate or negate."""
+    if is_conj:
+        torch._C._set_conj(view, True)
+    if is_neg:
+        torch._C._set_neg(view, True)
 
 
 def _map(fn: Callable[[Any], Any], value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -32,15 +33,16 @@ class Announcer:
 
     def __init__(self) -> None:
         self.waiting: deque[Event] = deque()
-        self._hooks: tuple[Callable[[Event], object], ...] = ()
+        self._hooks: list[_Hook] = []
 
     def add_hook(self, callback: Callable[[Event], object]) -> Callable[[], None]:
         """Returns a function that removes the hook again; removing twice is harmless."""
         entry = _Hook(callback)
-        self._hooks = (*self._hooks, entry)
+        self._hooks.append(entry)  # in place: two threads may add at once
 
         def remove() -> None:
-            self._hooks = tuple(hook for hook in self._hooks if hook is not entry)
+            with suppress(ValueError):
+                self._hooks.remove(entry)
 
         return remove
 
@@ -60,7 +62,7 @@ class Announcer:
                 event = self.waiting.popleft()
             except IndexError:  # another thread was faster
                 return
-            for hook in self._hooks:
+            for hook in tuple(self._hooks):
                 try:
                     hook(event)
                 except Exception:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from .backends.base import FLAG_CLAMPED, FLAG_STALE, NUM_FLAGS, Backend
 from .call_check import CallChecker
 from .configuration import FallbackFn, check_choice, check_sites, resolve_backend, resolve_device, resolve_fallback
 from .device import Device, Graph
-from .errors import ClosedError, ConfigError, MintError, RouteError, StalePlanError
+from .errors import ClosedError, ConfigError, MintError, PlanlifeError, RouteError, StalePlanError
 from .events import Announcer, Event, logger
 from .graph_book import GraphBook
 from .graph_record import GraphRecord, Read
@@ -23,6 +23,8 @@ from .residency import NoRoomError, Residency
 from .sizing import Sizing
 from .slot import Answers, Slot, Why
 from .spec import PlanSpec, Step, check_int
+
+_Error = TypeVar("_Error", bound=PlanlifeError)
 
 ON_MISS = ("fallback", "raise", "mint")
 SANITIZE = ("off", "count", "raise")
@@ -92,7 +94,7 @@ class PlanManager:
             raise ConfigError(f"enabled must be a bool, got {enabled!r}.")
         self._device: Device = resolve_device(device)
         self._backend: Backend = resolve_backend(backend)
-        self._fallback: FallbackFn | None = resolve_fallback(fallback)
+        self._fallback: FallbackFn | None = resolve_fallback(fallback, specs, self._device)
         self._enabled = enabled
         self._on_miss = on_miss
         self._sanitize = sanitize
@@ -246,11 +248,9 @@ class PlanManager:
         """
         self._enter("warm")
         if self._capture_id():
-            raise self._announcer.refuse(
-                MintError("warm() was called while this stream records; warm before recording.")
-            )
+            raise self._refuse(MintError("warm() was called while this stream records; warm before recording."))
         if not self._num_phases:
-            raise self._announcer.refuse(
+            raise self._refuse(
                 MintError("warm() mints, and plans are minted only inside capture_phase(): open one around warm().")
             )
         if not self._enabled:
@@ -343,7 +343,8 @@ class PlanManager:
         Returns output.
 
         Raises ConfigError for tensors that are not the site's, StalePlanError if the lengths that were planned are
-        gone, RouteError where nothing may serve the call. Capture: yes. Syncs: no. Allocates: no.
+        gone, RouteError where nothing may serve the call, MintError while recording and BudgetError else if the plan
+        was evicted since and cannot come back. Capture: yes. Syncs: no. Allocates: only to bring back what was evicted.
         """
         if self._released:
             self._drain()
@@ -816,16 +817,16 @@ class PlanManager:
         """
         self._enter("graph")
         if self._capture_id():
-            raise self._announcer.refuse(
-                RouteError("graph() was called while this stream records: captures do not nest.")
-            )
+            raise self._refuse(RouteError("graph() was called while this stream records: captures do not nest."))
+        is_known = g is not None and self._graphs.of(g) is not None
         if g is None:
             g = self._device.new_graph()
-        elif self._graphs.of(g) is not None:
+        recording = self._device.record(g, **options)  # first: an option that does not exist must not cost the graph
+        if is_known:
             self._device.reset(g)
             self.release(g)
         try:
-            with self._device.record(g, **options):
+            with recording:
                 with self._lock:
                     record = self._graphs.record_for(self._capture_id())
                     record.bind(g)
@@ -973,7 +974,7 @@ class PlanManager:
             if record is not None:
                 record.forget_content()
             raise
-        self._collect_flags(may_raise=True)
+        self._raise_flags()
 
     def release(self, g: Graph) -> None:
         """Promise that g is not replayed again: its pins go. Also automatic when g is reset or collected."""
@@ -1152,7 +1153,7 @@ class PlanManager:
         if self._released:
             self._drain()
         if self._flags is not None and not self._capture_id():
-            self._collect_flags(may_raise=True)
+            self._raise_flags()
 
     def _check_open(self, what: str) -> None:
         if self._closed:
@@ -1165,6 +1166,19 @@ class PlanManager:
             self._backend.sanitize(native, mark.lens[first_row : first_row + rows], rows, self._flags)
         if not self._capture_id():
             self._collect_flags(may_raise=True)
+
+    def _raise_flags(self) -> None:
+        """Raise what the sanitizer saw; the hooks hear of it first. Holds no lock."""
+        try:
+            self._collect_flags(may_raise=True)
+        finally:
+            self._announcer.deliver()
+
+    def _refuse(self, error: _Error) -> _Error:
+        """A call is refused where no lock is held and nothing else delivers; the caller raises what it gets back."""
+        self._announcer.refuse(error)
+        self._announcer.deliver()
+        return error
 
     def _collect_flags(self, *, may_raise: bool) -> None:
         if self._flags is None:

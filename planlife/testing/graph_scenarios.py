@@ -173,11 +173,13 @@ def masks_work_where_no_shape_depends_on_them(new_graph: NewGraph, record: Recor
         z = x.clone()
         z[z > 2] = 0.0
         repeated = torch.repeat_interleave(x, repeats, output_size=3)
+        twice = x.repeat_interleave(2)
     x.copy_(torch.tensor([6.0, 2.0, 4.0], device=device))
     graph.replay()
     assert y.tolist() == [-1, 0, 4]
     assert z.tolist() == [0, 2, 0]
     assert repeated.tolist() == [6, 4, 4]
+    assert twice.tolist() == [6, 6, 2, 2, 4, 4]
 
 
 def an_uninitialised_block_holds_what_the_last_replay_left(new_graph: NewGraph, record: Record, device: str) -> None:

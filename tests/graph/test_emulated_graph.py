@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -296,6 +299,18 @@ def test_a_graph_is_collected_without_a_garbage_collection() -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_graph_is_not_duplicated(duplicate: Callable[[object], object]) -> None:
+    """A copy would free the weak references to storages a second time, and replay into memory that nobody owns."""
+    x, graph = torch.zeros(3), EmulatedGraph()
+    with record(graph):
+        x.add_(1)
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        duplicate(graph)
+    graph.replay()
+    assert x.tolist() == [1, 1, 1]
+
+
 def test_graphs_are_told_apart_by_identity() -> None:
     first, second = EmulatedGraph(), EmulatedGraph()
     assert first != second
@@ -334,6 +349,21 @@ def test_a_user_object_fires_once_when_its_graph_is_collected() -> None:
     del graph, cycle
     gc.collect()
     assert fired == [1]
+
+
+def test_a_user_object_that_raises_does_not_silence_the_others() -> None:
+    told: list[str] = []
+
+    def fails() -> None:
+        raise ValueError("first")
+
+    graph = EmulatedGraph()
+    with record(graph):
+        for callback in (fails, partial(told.append, "second"), fails, partial(told.append, "fourth")):
+            watch_current_capture(callback)
+    with pytest.raises(ValueError, match="first"):
+        graph.reset()
+    assert told == ["second", "fourth"]
 
 
 def test_a_user_object_finds_its_graph_already_empty() -> None:
@@ -429,6 +459,20 @@ def test_views_cost_no_op() -> None:
         x.t().reshape(3, 2)[1:].unsqueeze(0).expand(4, 2, 2).detach().select(0, 1).add_(1)
         torch.empty(3).view(1, 3)
     assert graph.num_ops == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_views_that_are_conjugated_or_negated_when_read_stay_so(mode: str) -> None:
+    x = torch.zeros(2, dtype=torch.complex64)
+    graph = EmulatedGraph()
+    with MODES[mode](), record(graph):
+        conjugate = x.conj()
+        product, negated = conjugate * 1j, conjugate.imag + 1
+    x.copy_(torch.tensor([1 + 2j, 3 - 4j]))
+    graph.replay()
+    assert conjugate.tolist() == [1 - 2j, 3 + 4j]
+    assert product.tolist() == [2 + 1j, -4 + 3j]
+    assert negated.tolist() == [-1, 5]
 
 
 def test_ops_that_change_a_shape_in_place_work() -> None:

@@ -184,6 +184,17 @@ def test_a_failed_capture_on_a_graph_that_was_captured_before_leaves_neither(sty
     world.assert_right(world.replay(graph, step, style), world.expected())
 
 
+@both_styles
+def test_an_option_that_does_not_exist_does_not_cost_the_graph(style: str) -> None:
+    world = World(warm=True)
+    world.set_lens(LENS)
+    graph = world.capture(world.step(), style)
+    with pytest.raises(TypeError, match="strem"), world.manager.graph(graph, strem=None):
+        raise AssertionError("the body ran")
+    world.set_lens(world.random_lens(8))
+    world.assert_right(world.replay(graph, world.step(), style), world.expected())
+
+
 def test_a_plan_of_a_failed_capture_is_refused_in_a_later_one() -> None:
     """C73: its tables were never refreshed, and no replay ever will."""
     world = World(warm=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from planlife import CapacityLadder, ClosedError, RouteError, StalePlanError, Step
+from planlife import CapacityLadder, ClosedError, MintError, RouteError, StalePlanError, Step
 from planlife.events import KINDS
 from planlife.testing import FakeTensor
 from tests.unit.fake_world import POISON, Captured, FakeWorld, live_lens_fallback, spec
@@ -148,6 +148,30 @@ def test_a_hook_may_call_the_manager_from_its_own_and_from_another_thread() -> N
     world.manager.close()
     assert stuck == []
     assert kinds == set(KINDS)
+
+
+def test_hooks_hear_of_a_refusal_before_its_exception_is_seen() -> None:
+    """It may be the last thing that the process does."""
+    world = FakeWorld(sanitize="raise")
+    world.warm()
+    captured = Captured(world, world.step([5] * 4))
+    heard: list[str] = []
+    world.manager.add_hook(lambda event: heard.append(event.kind))
+    with pytest.raises(MintError):
+        world.manager.warm()
+    assert heard == ["refuse"]
+    with world.manager.graph() as other:
+        with pytest.raises(MintError):
+            world.manager.warm()
+        with pytest.raises(RouteError), world.manager.graph():
+            raise AssertionError("the body ran")
+        assert heard == ["refuse"] * 3
+    step = world.step([6] * 4)
+    captured.g.replay()  # without plan_for
+    with pytest.raises(StalePlanError):
+        world.manager.plan_for(step)
+    assert heard == ["refuse"] * 3 + ["stale"]
+    assert other.captured
 
 
 def test_a_removed_hook_is_not_called() -> None:

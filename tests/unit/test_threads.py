@@ -51,6 +51,24 @@ def run_threads(*targets: Callable[[], None]) -> None:
         raise errors[0]
 
 
+def test_a_hook_that_one_thread_removes_takes_no_hook_of_another_along() -> None:
+    world = FakeWorld()
+    heard: list[str] = []
+
+    def add() -> None:
+        for _ in range(1000):
+            world.manager.add_hook(lambda event: heard.append(event.kind))
+
+    def come_and_go() -> None:
+        for _ in range(1000):
+            world.manager.add_hook(lambda event: heard.append("removed"))()
+
+    run_threads(add, come_and_go)
+    with world.manager.capture_phase():
+        pass
+    assert heard == ["seal"] * 1000
+
+
 def serve(world: FakeWorld, ubatch: int, num_steps: int, outputs: list[Any]) -> None:
     """Steps of a few layers; every layer asks for the plan, as engines without a metadata builder do."""
     pick = random.Random(ubatch)
