@@ -592,15 +592,15 @@ class PlanManager:
         capture_id = self._capture_id()
         if capture_id:
             return self._settle_recording(plan, item, mark, capture_id)
-        if plan.captured:
-            raise self._announcer.refuse(
-                RouteError(
-                    f"{plan!r} was made while capture {mark.capture_id} recorded; its tables belong to that graph's "
-                    "replays. Call plan_for again for an eager step."
-                )
-            )
         with self._lock:
             self._check_open("pa_decode")
+            if plan.captured:
+                raise self._announcer.refuse(
+                    RouteError(
+                        f"{plan!r} was made while capture {mark.capture_id} recorded; its tables belong to that "
+                        "graph's replays. Call plan_for again for an eager step."
+                    )
+                )
             if not (item.is_resident and slot.arena.is_resident):
                 self._materialise(slot, item, mark)
             pair, scratch = item.pair, slot.arena.buffer
