@@ -11,7 +11,15 @@ from .backends.base import FLAG_CLAMPED, FLAG_STALE, NUM_FLAGS, Backend
 from .call_check import CallChecker
 from .configuration import FallbackFn, check_choice, check_sites, resolve_backend, resolve_device, resolve_fallback
 from .device import Device, Graph
-from .errors import ClosedError, ConfigError, MintError, RouteError, StalePlanError
+from .errors import (
+    BudgetTooSmallError,
+    ClosedError,
+    ConfigError,
+    MintError,
+    RouteError,
+    SecondStepError,
+    StalePlanError,
+)
 from .events import Announcer, Event, logger
 from .graph_book import GraphBook
 from .graph_record import GraphRecord, Read
@@ -134,7 +142,7 @@ class PlanManager:
         check_int("budget_bytes", budget_bytes, at_least=0)
         least = self._sizing.min_budget_bytes()
         if budget_bytes < least:
-            raise ConfigError(
+            raise BudgetTooSmallError(
                 f"budget_bytes={budget_bytes:,} cannot hold the plan and the scratch of the largest call, which takes "
                 f"{least:,} bytes. Raise budget_bytes to at least min_budget_bytes(), or lower the ladder's top class."
             )
@@ -650,7 +658,8 @@ class PlanManager:
                 raise self._stale(
                     f"{item} holds other lengths than those this plan was made for "
                     f"({describe_owner(mark.held_owner())}, revision {mark.revision}), and a refresh of eager tables "
-                    "must not be recorded. Call plan_for right before the recording."
+                    "must not be recorded. Call plan_for right before the recording, or inside it for each step.",
+                    SecondStepError,
                 )
         with self._lock:
             self._graphs.note_read(capture_id, plan, refreshed=refreshed)
@@ -1175,11 +1184,11 @@ class PlanManager:
             if may_raise and self._sanitize == "raise":
                 raise StalePlanError(f"{reason}. Call plan_for after every write to the lengths, before the replay.")
 
-    def _stale(self, message: str) -> StalePlanError:
+    def _stale(self, message: str, error: type[StalePlanError] = StalePlanError) -> StalePlanError:
         with self._lock:
             self._counters.stale_detected += 1
         self._announcer.note("stale", self._device.name, message)
-        return StalePlanError(message)
+        return error(message)
 
     def _stale_field(
         self, record: GraphRecord, read: Read, field: str, found: object, wanted: object
