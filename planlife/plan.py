@@ -95,7 +95,10 @@ class Mark:
 def describe_owner(owner: object) -> str:
     if owner is None:
         return "no owner"
-    return str(owner) if type(owner) is int else f"{type(owner).__name__} at {id(owner):#x}"
+    if type(owner) is int:
+        return str(owner)
+    # The address too: two owners that are equal are still two.
+    return f"{repr(owner) if type(owner) is str else type(owner).__name__} at {id(owner):#x}"
 
 
 class Segment(NamedTuple):
