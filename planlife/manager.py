@@ -303,15 +303,15 @@ class PlanManager:
             if last is not None and not step.dummy:
                 mark = last.mark
                 lens = step.context_lens
-                if mark.lens is lens and mark.revision == step.revision:  # type: ignore[union-attr]
+                if mark.lens is lens and mark.revision == step.revision:
                     pair = last.item.pair  # type: ignore[union-attr]
                     if pair is not None:
                         capture_id = self._capture_id()
                         if (
                             (pair.in_graph if capture_id else pair.eager).mark is mark
-                            and mark.capture_id == capture_id  # type: ignore[union-attr]
-                            and mark.is_owned_by(step.owner)  # type: ignore[union-attr]
-                            and (mark.version is None or mark.version == lens._version)  # type: ignore[union-attr]
+                            and mark.capture_id == capture_id
+                            and mark.is_owned_by(step.owner)
+                            and (mark.version is None or mark.version == lens._version)
                         ):
                             answers.num_skipped += 1
                             return last
@@ -416,11 +416,12 @@ class PlanManager:
                             "zeros. Capture with real rows (length 0 is fine) and replay with the dummy step."
                         )
                     )
-                return StepPlan(slot, "dummy", "dummy step" if step.dummy else "no rows", rows, None, None, False)
+                mark = Mark(step, step.context_lens, rows, address, version, 0)
+                mark.retire()  # no tables hold a dummy's lengths: its owner need not be held
+                return StepPlan(slot, "dummy", "dummy step" if step.dummy else "no rows", rows, mark, None, False)
             known = self._answers[(slot.site, slot.ubatch)].last_fallback
             if (
                 known is not None
-                and known.mark is not None
                 and known.mark.capture_id == capture_id
                 and known.mark.difference(step, rows, address, version) is None
             ):
@@ -596,7 +597,7 @@ class PlanManager:
         The plan's lock is held.
         """
         item, slot, mark = plan.item, plan.slot, plan.mark
-        assert item is not None and mark is not None
+        assert item is not None
         capture_id = self._capture_id()
         if capture_id:
             return self._settle_recording(plan, item, mark, capture_id)
@@ -766,7 +767,7 @@ class PlanManager:
             tables_of_part = block_tables[first_row:end_row]
             part_call = (output[first:end], query[first:end], key_cache, value_cache, tables_of_part, *extras)
             item = part.item
-            assert item is not None and part.mark is not None
+            assert item is not None
             with item.lock:
                 tables, scratch = self._settle(part)
                 if self._flags is not None:

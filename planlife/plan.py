@@ -211,7 +211,7 @@ class StepPlan:
         route: str,
         reason: str,
         rows: int,
-        mark: Mark | None,
+        mark: Mark,
         item: Plan | None,
         captured: bool,
         parts: tuple[StepPlan, ...] = (),
@@ -232,8 +232,8 @@ class StepPlan:
 
     @property
     def context_lens(self) -> Any:
-        """int32[rows]: the step's length tensor, None for a dummy."""
-        return self.mark.lens if self.mark is not None else None
+        """int32[rows]: the step's length tensor."""
+        return self.mark.lens
 
     @property
     def tables(self) -> Tables | None:
