@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .backends.base import Backend
+from .backends.base import Backend, require_backend
 from .device import Device, require_device
 from .errors import BackendUnavailableError, ConfigError
 from .ladder import CapacityLadder
@@ -33,7 +33,7 @@ def check_sites(
         raise ConfigError(f"ladder must be a CapacityLadder, or a mapping of site names to them, got {ladder!r}.")
     if set(ladder) != set(specs):
         raise ConfigError(
-            f"ladder must name the same sites as sites: {', '.join(sorted(specs))}, got {', '.join(sorted(ladder))}."
+            f"ladder must name the same sites as sites: {', '.join(specs)}, got {', '.join(map(repr, ladder))}."
         )
     return specs, dict(ladder)
 
@@ -59,9 +59,7 @@ def resolve_backend(backend: str | Backend) -> Backend:
         from .backends.torch_backend import TorchBackend
 
         return TorchBackend()
-    if not all(callable(getattr(backend, name, None)) for name in ("refuse_spec", "make_tables", "refresh", "decode")):
-        raise ConfigError(f"backend must be a name or implement planlife.backends.base.Backend, got {backend!r}.")
-    return backend
+    return require_backend(backend)
 
 
 def resolve_fallback(fallback: str | FallbackFn | None) -> FallbackFn | None:

@@ -87,6 +87,10 @@ class Device(Protocol):
         """
         ...
 
+    def capture_of(self, graph: Graph) -> int | None:
+        """Id of the capture that `graph` holds, 0 if it holds none; None where the graph object does not tell."""
+        ...
+
     def reset(self, graph: Graph) -> None:
         """Empty `graph` so that it may be recorded again."""
         ...
@@ -109,6 +113,8 @@ _MEMBERS = tuple(sorted({*Device.__annotations__, *(name for name in vars(Device
 
 def require_device(device: object) -> Device:
     """`device` if it has all of Device's members, else a ConfigError that names the missing ones."""
+    if isinstance(device, type):
+        raise ConfigError(f'device must be "cpu" or an object, got the class {device.__name__}: call it.')
     missing = [name for name in _MEMBERS if not hasattr(device, name)]
     if missing:
         raise ConfigError(

@@ -55,13 +55,23 @@ class GraphBook:
         record.bind(g)
         self._by_graph[g] = record
 
-    def last_of_this_thread(self) -> GraphRecord:
-        """The finished capture of this thread that no graph object stands for yet; RouteError if there is none."""
-        record: GraphRecord | None = getattr(self._this_thread, "last_record", None)
-        if record is None or record.released or record.graph is not None or self._device.capture_id():
+    def unbound(self, g: Graph) -> GraphRecord:
+        """The finished capture that `g` holds and does not stand for yet; RouteError if there is none.
+
+        Where a graph object does not tell its capture, it is this thread's last one that touched a plan.
+        """
+        record: GraphRecord | None = None
+        if not self._device.capture_id():
+            self.of(g)  # refuses what is no graph
+            capture_id = self._device.capture_of(g)
+            if capture_id is None:
+                record = getattr(self._this_thread, "last_record", None)
+            else:
+                record = self._by_capture.get(capture_id)
+        if record is None or record.released or record.graph is not None:
             raise RouteError(
-                "adopt() found no finished capture of this thread that touched a plan and has no graph yet. Call it "
-                "once, on the thread that captured, right after the capture has ended."
+                "adopt() found no finished capture that touched a plan and has no graph yet. Call it once, on the "
+                "thread that captured, right after a capture that planned or decoded has ended."
             )
         return record
 

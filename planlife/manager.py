@@ -275,6 +275,7 @@ class PlanManager:
         try:
             for slot, plan in todo:
                 with plan.lock, self._lock:
+                    self._check_open("warm")  # a hook or another thread may have closed it meanwhile
                     if not (plan.is_resident and slot.arena.is_resident):
                         self._residency.mint_what_fits(plan, slot.arena)
         finally:
@@ -668,7 +669,12 @@ class PlanManager:
 
     def _check_unmoved(self, plan: StepPlan, mark: Mark, tables: Tables) -> None:
         """Refuse to plan again from a length buffer that was written, or may have been, since this step's plan_for."""
-        version = self._device.inspect_lens(mark.lens)[2]
+        rows, address, version = self._device.inspect_lens(mark.lens)
+        if (rows, address) != (mark.rows, mark.address):
+            raise self._stale(
+                f"{plan.item} must be planned again for {plan!r}, but its length tensor is another buffer since "
+                f"plan_for ({mark.rows} rows at {mark.address:#x}, now {rows} at {address:#x}). Call plan_for again."
+            )
         if version != mark.version:
             raise self._stale(
                 f"{plan.item} must be planned again for {plan!r}, but its length buffer was written since plan_for "
@@ -779,6 +785,7 @@ class PlanManager:
 
         The manager's lock is held.
         """
+        self._check_open("plan_for")  # again, under the lock: what is allocated after close() nobody gives back
         if plan.is_resident and slot.arena.is_resident:
             self._residency.store.touch(plan)
             self._residency.store.touch(slot.arena)
@@ -844,7 +851,7 @@ class PlanManager:
         is nothing to adopt.
         """
         self._enter("adopt")
-        record = self._graphs.last_of_this_thread()
+        record = self._graphs.unbound(g)
         previous = self._graphs.of(g)
         if previous is not None:
             self._release(previous, "captured again")

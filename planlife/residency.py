@@ -20,8 +20,11 @@ class NoRoomError(BudgetError):
     """Buffers do not fit; `code` is the short reason that a fallback route shows."""
 
     def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
+        super().__init__(code, message)  # both, or it cannot cross a process boundary
         self.code = code
+
+    def __str__(self) -> str:
+        return str(self.args[1])
 
 
 class Residency:

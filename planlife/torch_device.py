@@ -99,6 +99,10 @@ class CpuDevice:
         """Record the body into `graph`; options as for torch.cuda.graph."""
         return record(graph, **options)
 
+    def capture_of(self, graph: EmulatedGraph) -> int | None:
+        """Id of the capture that `graph` holds, 0 if it holds none."""
+        return graph.capture_id
+
     def reset(self, graph: EmulatedGraph) -> None:
         """Empty `graph`."""
         graph.reset()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
+from ..errors import ConfigError
 from ..spec import PlanSpec
 
 #: One table set as the backend sees it. torch, triton and aiter's have `.work_info int32[capacity, 4]` and
@@ -74,5 +75,22 @@ class Backend(Protocol):
 
     def sanitize(self, tables: NativePlan, context_lens: Any, num_rows: int, flags: Any) -> None:
         """Add 1 to flags[FLAG_STALE] if `tables` were not made from the lengths that are in `context_lens` now (rows
-        behind them: from 0), and to flags[FLAG_CLAMPED] the number of lengths above max_context_tokens."""
+        behind them: from 0), unless `refresh` emptied them on purpose (None); add to flags[FLAG_CLAMPED] the number of
+        lengths above max_context_tokens."""
         ...
+
+
+_MEMBERS = tuple(sorted({*Backend.__annotations__, *(name for name in vars(Backend) if name[0] != "_")}))
+
+
+def require_backend(backend: object) -> Backend:
+    """`backend` if it is an object with all of Backend's members, else a ConfigError that names the missing ones."""
+    if isinstance(backend, type):
+        raise ConfigError(f"backend must be a name or an object, got the class {backend.__name__}: call it.")
+    missing = [name for name in _MEMBERS if not hasattr(backend, name)]
+    if missing:
+        raise ConfigError(
+            f"backend must be a name or an object with the members of planlife.backends.base.Backend; "
+            f"{type(backend).__name__} lacks {', '.join(missing)}."
+        )
+    return cast(Backend, backend)

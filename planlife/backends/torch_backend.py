@@ -12,9 +12,11 @@ from ..errors import ConfigError
 from ..kernels.torch_decode import decode_into
 from ..kernels.torch_planner import plan_into
 from ..planner import spec_capacity
-from ..spec import FP8_DTYPES, PlanSpec
+from ..spec import FP8_DTYPES, PlanSpec, check_int
 from .base import FLAG_CLAMPED, FLAG_STALE
 
+#: In staged_lens: the tables were emptied on purpose, whatever the length buffer says.
+_EMPTIED = -1
 _ALIGN_BYTES = 16
 _FALLBACK_ROWS = 1024  # rows that the fallback decodes at a time: its scratch stays bounded
 
@@ -57,6 +59,8 @@ class TorchBackend:
     name = "torch"
 
     def __init__(self, max_plan_rows: int | None = None) -> None:
+        if max_plan_rows is not None:
+            check_int("max_plan_rows", max_plan_rows, at_least=1)
         self.max_plan_rows = max_plan_rows
 
     def refuse_spec(self, spec: PlanSpec, device: Any) -> Sequence[str]:
@@ -107,6 +111,8 @@ class TorchBackend:
             sliding_window=spec.sliding_window,
             query_length=spec.query_length,
         )
+        if context_lens is None:
+            staged.fill_(_EMPTIED)
 
     def decode(
         self,
@@ -152,7 +158,8 @@ class TorchBackend:
         # Not staged_lens: the tables are what a decode reads. An empty last row may start one slot past them.
         in_tables = tables.work_info[:, 3][first_slots.clamp(0, tables.capacity - 1)]
         planned = torch.where(num_slots > 0, in_tables, 0)
-        flags[FLAG_STALE].add_((planned != wanted).any())
+        is_stale = (planned != wanted).any() & (tables.staged_lens != _EMPTIED).all()
+        flags[FLAG_STALE].add_(is_stale)
         flags[FLAG_CLAMPED].add_((lens > max_tokens).sum())
 
 

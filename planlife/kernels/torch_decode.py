@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..planner import TILE_TOKENS
+from ..planner import TILE_TOKENS, planned_window
 from ..spec import PlanSpec
 
 #: Most bytes of gathered K and V and of their scores that exist at a time (one tile of one row at the least).
@@ -173,7 +173,7 @@ def _attend(
     ends = lengths[:, None, :] - spec.query_length + 1 + tokens
     attended = held[:, None, :] & (positions < ends)  # [rows, query_length, tokens]
     if spec.sliding_window:
-        attended &= positions >= ends - spec.sliding_window
+        attended &= positions >= ends - planned_window(spec.sliding_window)
     attended = attended[:, None, :, None, :]
     scores = torch.where(attended, scores, -torch.inf).flatten(2, 3)
     scores = scores.view(num_rows, spec.num_kv_heads, -1, num_tiles, TILE_TOKENS)

@@ -213,6 +213,7 @@ class FakeGraph:
         self.device = device
         self.launches: list[tuple[Callable[..., None], tuple[Callable[[], Any], ...]]] = []
         self.captured = False
+        self.capture_id = 0
         self._watches: list[_Watch] = []
         # Holds the list, never the graph: it must fire when the graph is collected.
         weakref.finalize(self, device.release_watches, self._watches)
@@ -226,6 +227,7 @@ class FakeGraph:
     def reset(self) -> None:
         self.launches.clear()
         self.captured = False
+        self.capture_id = 0
         self.device.release_watches(self._watches)
 
     def watch(self, watch: _Watch) -> None:
@@ -354,8 +356,12 @@ class FakeDevice:
             self._recording.graph = None
             graph.reset()
             raise
+        graph.capture_id = self.capture_id()
         self._recording.graph = None
         graph.captured = True
+
+    def capture_of(self, graph: FakeGraph) -> int | None:
+        return graph.capture_id
 
     def reset(self, graph: FakeGraph) -> None:
         graph.reset()
@@ -398,12 +404,12 @@ class FakePlan:
 
     @property
     def work_info(self) -> list[list[int]]:
-        tables: tuple[list[list[int]], list[list[int]]] = self.buffer.read()
+        tables: tuple[list[list[int]], list[list[int]], bool] = self.buffer.read()
         return tables[0]
 
     @property
     def reduce_info(self) -> list[list[int]]:
-        tables: tuple[list[list[int]], list[list[int]]] = self.buffer.read()
+        tables: tuple[list[list[int]], list[list[int]], bool] = self.buffer.read()
         return tables[1]
 
 
@@ -541,12 +547,13 @@ def _refresh(
         sliding_window=spec.sliding_window,
         query_length=spec.query_length,
     )
-    buffer.write(tables)
+    emptied = context_lens is None
+    buffer.write((*tables, emptied))
 
 
 def _lens_in(buffer: FakeBuffer) -> list[int]:
     """The length that each row of the tables was planned with."""
-    work_info, reduce_info = buffer.read()
+    work_info, reduce_info, _ = buffer.read()
     return [work_info[slot][3] if tasks else 0 for slot, tasks in reduce_info]
 
 
@@ -559,6 +566,7 @@ def _sanitize(
     spec: PlanSpec, plan_rows: int, num_rows: int, buffer: FakeBuffer, context_lens: FakeTensor, flags: FakeTensor
 ) -> None:
     words, lens = flags.values, context_lens.values[:num_rows]
-    words[FLAG_STALE] += _lens_in(buffer) != _planned_lens(spec, plan_rows, num_rows, lens)
+    is_current = _lens_in(buffer) == _planned_lens(spec, plan_rows, num_rows, lens)
+    words[FLAG_STALE] += not (is_current or buffer.read()[2])
     words[FLAG_CLAMPED] += sum(length > spec.max_context_tokens for length in lens)
     flags._store(words)

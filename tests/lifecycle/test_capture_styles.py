@@ -650,3 +650,17 @@ def test_adopting_nothing_is_refused() -> None:
         raise ZeroDivisionError
     with pytest.raises(RouteError, match="no finished capture"):
         world.manager.adopt(failed)
+
+
+def test_a_capture_that_touched_no_plan_is_not_given_the_pins_of_the_one_before() -> None:
+    world = World(warm=True)
+    world.set_lens(CAPTURE_LENS)
+    reads, other = world.new_graph(), world.new_graph()
+    with world.record(reads):
+        world.decode(world.manager.plan_for(world.step()))
+    with world.record(other):
+        world.query.add_(0)
+    with pytest.raises(RouteError, match="no finished capture"):
+        world.manager.adopt(other)
+    world.manager.adopt(reads)  # positive control: it is still there to be adopted, late as it is
+    world.assert_right(world.replay(reads, world.step()), world.expected())

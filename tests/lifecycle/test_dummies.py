@@ -114,6 +114,22 @@ def test_replaying_a_before_replay_graph_for_a_dummy_reads_nothing_and_the_next_
         world.assert_right(world.replay(graph, step, BEFORE_REPLAY), world.expected())
 
 
+def test_the_sanitizer_knows_tables_that_were_emptied_on_purpose() -> None:
+    """C57: the lengths in the buffer are still the last real step's."""
+    world = DummyWorld(warm=True, sanitize="raise")
+    world.set_lens(LENS)
+    graph = world.capture(world.real_step(), BEFORE_REPLAY)
+    world.replay(graph, world.real_step(), BEFORE_REPLAY)
+    for dummy in world.dummies().values():
+        world.manager.replay(graph, dummy)
+        assert world.counters()["stale_detected"] == 0
+    world.manager.plan_for(world.real_step())
+    world.lens += 1
+    with pytest.raises(StalePlanError, match="sanitizer"):  # positive control: planned tables are looked at again
+        graph.replay()
+        world.manager.guard(graph, world.real_step())
+
+
 def test_a_dummy_replay_without_guard_would_read_the_old_lengths() -> None:
     """C57, the control: this is what the emptying prevents."""
     world = DummyWorld(warm=True)

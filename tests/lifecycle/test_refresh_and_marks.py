@@ -158,6 +158,23 @@ def test_a_foreign_refresh_over_ones_own_lengths_is_refused() -> None:
     world.assert_right(world.decode(plan_b), world.expected())
 
 
+@pytest.mark.parametrize("rows", [5, 3])
+def test_a_length_tensor_that_is_another_buffer_by_now_is_not_planned_again(rows: int) -> None:
+    """Assigning `.data` moves a tensor without a new version."""
+    world = World(warm=True)
+    world.set_lens([500, 3, 257, 64, 1])
+    lens = world.lens[:5].clone()
+    plan = world.manager.plan_for(world.step(lens=lens))
+    world.manager.trim(0)
+    world.assert_right(world.decode(plan), world.expected())  # positive control: planned again from its own buffer
+    world.manager.trim(0)
+    lens.data = torch.tensor([2, 400, 18, 0, 512], dtype=torch.int32)[:rows]
+    world.output.fill_(torch.nan)
+    with pytest.raises(StalePlanError, match="is another buffer since plan_for"):
+        world.decode(plan)
+    assert world.output.isnan().all()
+
+
 def test_a_foreign_refresh_over_lengths_without_a_version_is_refused_and_beside_them_is_not() -> None:
     """C09 in inference mode: nothing tells whether A's buffer was written, only that B was planned from it."""
     with torch.inference_mode():

@@ -122,7 +122,7 @@ def test_every_group_size_equals_the_reference(group, num_kv_heads):
 
 
 @pytest.mark.parametrize("query_length", [1, 2, 4, 5, 6])
-@pytest.mark.parametrize("window", [0, 1, 255, 256, 257, 5000])
+@pytest.mark.parametrize("window", [0, 1, 255, 256, 257, 5000, 10**30])
 def test_every_window_and_query_length_equals_the_reference(window, query_length):
     call = Call(make_spec(2, 1, query_length=query_length, sliding_window=window), (3, 0, 256, 520, 777))
     call.assert_matches(call.decode())
@@ -427,3 +427,9 @@ def test_every_reason_is_given_and_a_spec_beside_them_is_taken():
 def test_the_row_limit_is_a_setting():
     assert TorchBackend().max_plan_rows is None
     assert TorchBackend(max_plan_rows=4).max_plan_rows == 4
+
+
+@pytest.mark.parametrize("limit", [0, -3, True, 2.5, "4"])
+def test_a_row_limit_that_can_never_work_is_refused(limit):
+    with pytest.raises(ConfigError, match="max_plan_rows must be"):
+        TorchBackend(max_plan_rows=limit)

@@ -196,12 +196,28 @@ BAD_MANAGERS: list[tuple[str, Any, str]] = [
     *[("on_miss", value, "on_miss must be one of fallback, raise, mint") for value in (None, True, "Mint", 3)],
     *[("sanitize", value, "sanitize must be one of off, count, raise") for value in (None, False, "on")],
     *[("fallback", value, "fallback must be None") for value in ("flash", 3, True)],
-    *[("backend", value, "backend must be") for value in ("cutlass", None, 3, object())],
-    *[("device", value, "device must be") for value in (3, object())],
-    *[("ladder", value, "ladder must") for value in (None, [1, 2], 8, {}, {"other": CapacityLadder([1])})],
+    *[("backend", value, "backend must be") for value in ("cutlass", None, 3, object(), FakeBackend)],
+    *[("device", value, "device must be") for value in (3, object(), FakeDevice)],
+    *[
+        ("ladder", value, "ladder must")
+        for value in (None, [1, 2], 8, {}, {"other": CapacityLadder([1])}, {3: CapacityLadder([1])})
+    ],
     *[("ladder", value, "ladder must") for value in ({"default": 8}, {"default": CapacityLadder([1]), "b": None})],
     *[("sites", value, "sites must be") for value in (None, {}, [], "default", {"a": None}, {3: spec()}, 4)],
 ]
+
+
+@pytest.mark.parametrize("missing", ["name", "max_plan_rows", "compile", "sanitize", "scratch_bytes"])
+def test_a_backend_that_lacks_something_is_refused_before_serving_needs_it(missing: str) -> None:
+    class Partial:
+        def __getattr__(self, name: str) -> Any:
+            if name == missing:
+                raise AttributeError(name)
+            return getattr(whole, name)
+
+    whole: Any = FakeBackend()
+    with pytest.raises(ConfigError, match=f"Partial lacks {missing}"):
+        PlanManager(spec(), ladder=CapacityLadder([2]), device=FakeDevice(), backend=Partial())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("argument", "value", "message"), BAD_MANAGERS, ids=lambda value: repr(value)[:24])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import random
 import re
 import weakref
@@ -275,6 +276,20 @@ def test_a_pinned_set_that_leaves_no_room_is_a_budget_error_that_evicts_nothing(
 
     world.manager.release(graphs.pop().g)  # the way out that the message names
     assert world.run([1] * 2) == [1] * 2
+
+
+def test_a_budget_error_crosses_a_process_boundary() -> None:
+    """A worker's error that cannot be unpickled hangs or kills its parent instead of telling it."""
+    world = FakeWorld(budget_bytes=FakeWorld().manager.min_budget_bytes())
+    world.warm(8)
+    captured = Captured(world, world.step([5] * 8))
+    with world.manager.capture_phase(), pytest.raises(BudgetError) as caught:
+        world.manager.plan_for(world.step([5] * 4))
+    received = pickle.loads(pickle.dumps(caught.value))
+    assert isinstance(received, BudgetError)
+    assert str(received) == str(caught.value)
+    assert str(received).startswith("no room for default/4/ub0")
+    assert captured.g.captured
 
 
 def test_part_of_the_victims_is_never_evicted_when_the_rest_is_pinned() -> None:

@@ -224,6 +224,36 @@ def test_use_after_close_is_refused_and_a_second_close_is_not(enabled: bool) -> 
     world.manager.release(held["captured"].g)  # promises nothing new
 
 
+def test_a_warm_up_whose_hook_closes_the_manager_allocates_nothing_more() -> None:
+    world = FakeWorld()
+    with world.manager.capture_phase():
+        world.manager.warm(1)
+        captured = Captured(world, world.step([5]))
+        world.manager.add_hook(lambda event: world.manager.close() if event.kind == "release" else None)
+        captured.g.reset()
+        with pytest.raises(ClosedError):
+            world.manager.warm()  # delivers the release first, and found the manager open before that
+    assert world.assert_bytes_add_up().resident_bytes == 0
+
+
+@pytest.mark.parametrize("rows", [4, 9], ids=["in a class", "in parts"])
+def test_a_step_that_another_threads_close_overtakes_allocates_nothing(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = FakeWorld(rows=9, ladder=CapacityLadder([4]))
+    world.warm()
+    step, inspect_lens = world.step([5] * rows), world.device.inspect_lens
+
+    def overtaken(context_lens: Any) -> Any:
+        world.manager.close()
+        return inspect_lens(context_lens)
+
+    monkeypatch.setattr(world.device, "inspect_lens", overtaken)
+    with pytest.raises(ClosedError):
+        world.manager.plan_for(step)
+    assert world.assert_bytes_add_up().resident_bytes == 0
+
+
 def test_close_is_refused_while_recording_and_changes_nothing() -> None:
     """C49."""
     world = FakeWorld()
