@@ -19,6 +19,10 @@ class BudgetError(PlanlifeError, MemoryError):
     """The buffers do not fit: into the byte budget, beside what graphs pin, or into the allocator."""
 
 
+class BudgetTooSmallError(ConfigError, BudgetError):
+    """A byte budget that not even one call fits into, whatever is evicted: known at construction."""
+
+
 class MintError(PlanlifeError, RuntimeError):
     """A plan would have to be minted or materialised where that is forbidden (while recording, outside a phase)."""
 
@@ -29,6 +33,10 @@ class StalePlanError(PlanlifeError, RuntimeError):
 
 class RouteError(PlanlifeError, RuntimeError):
     """Nothing may serve this call here: no fallback, a dummy while recording, a plan of another capture, ..."""
+
+
+class SecondStepError(StalePlanError, RouteError):
+    """A recording reads a plan for a step that its tables no longer hold: one graph cannot read one plan for two."""
 
 
 class ClosedError(PlanlifeError, RuntimeError):

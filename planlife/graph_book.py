@@ -110,7 +110,7 @@ class GraphBook:
     def note_read(self, capture_id: int, plan: StepPlan, *, refreshed: bool) -> None:
         """The graph being recorded reads this plan: remember what it must find at replay."""
         item, mark = plan.item, plan.mark
-        assert item is not None and mark is not None
+        assert item is not None
         record = self.record_for(capture_id)
         key = _read_key(plan)
         read = record.reads.get(key)
@@ -162,7 +162,7 @@ class GraphBook:
 
 def _read_key(plan: StepPlan) -> tuple[Any, ...]:
     """An eager plan is read for one step only; in-graph tables may be refreshed from several length buffers."""
-    assert plan.item is not None and plan.mark is not None
+    assert plan.item is not None
     if not plan.captured:
         return (plan.item.key, "eager")
     whole = plan.whole or plan.mark

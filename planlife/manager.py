@@ -11,7 +11,16 @@ from .backends.base import FLAG_CLAMPED, FLAG_STALE, NUM_FLAGS, Backend
 from .call_check import CallChecker
 from .configuration import FallbackFn, check_choice, check_sites, resolve_backend, resolve_device, resolve_fallback
 from .device import Device, Graph
-from .errors import ClosedError, ConfigError, MintError, PlanlifeError, RouteError, StalePlanError
+from .errors import (
+    BudgetTooSmallError,
+    ClosedError,
+    ConfigError,
+    MintError,
+    PlanlifeError,
+    RouteError,
+    SecondStepError,
+    StalePlanError,
+)
 from .events import Announcer, Event, logger
 from .graph_book import GraphBook
 from .graph_record import GraphRecord, Read
@@ -136,7 +145,7 @@ class PlanManager:
         check_int("budget_bytes", budget_bytes, at_least=0)
         least = self._sizing.min_budget_bytes()
         if budget_bytes < least:
-            raise ConfigError(
+            raise BudgetTooSmallError(
                 f"budget_bytes={budget_bytes:,} cannot hold the plan and the scratch of the largest call, which takes "
                 f"{least:,} bytes. Raise budget_bytes to at least min_budget_bytes(), or lower the ladder's top class."
             )
@@ -296,15 +305,15 @@ class PlanManager:
             if last is not None and not step.dummy:
                 mark = last.mark
                 lens = step.context_lens
-                if mark.lens is lens and mark.revision == step.revision:  # type: ignore[union-attr]
+                if mark.lens is lens and mark.revision == step.revision:
                     pair = last.item.pair  # type: ignore[union-attr]
                     if pair is not None:
                         capture_id = self._capture_id()
                         if (
                             (pair.in_graph if capture_id else pair.eager).mark is mark
-                            and mark.capture_id == capture_id  # type: ignore[union-attr]
-                            and mark.is_owned_by(step.owner)  # type: ignore[union-attr]
-                            and (mark.version is None or mark.version == lens._version)  # type: ignore[union-attr]
+                            and mark.capture_id == capture_id
+                            and mark.is_owned_by(step.owner)
+                            and (mark.version is None or mark.version == lens._version)
                         ):
                             answers.num_skipped += 1
                             return last
@@ -410,11 +419,12 @@ class PlanManager:
                             "zeros. Capture with real rows (length 0 is fine) and replay with the dummy step."
                         )
                     )
-                return StepPlan(slot, "dummy", "dummy step" if step.dummy else "no rows", rows, None, None, False)
+                mark = Mark(step, step.context_lens, rows, address, version, 0)
+                mark.retire()  # no tables hold a dummy's lengths: its owner need not be held
+                return StepPlan(slot, "dummy", "dummy step" if step.dummy else "no rows", rows, mark, None, False)
             known = self._answers[(slot.site, slot.ubatch)].last_fallback
             if (
                 known is not None
-                and known.mark is not None
                 and known.mark.capture_id == capture_id
                 and known.mark.difference(step, rows, address, version) is None
             ):
@@ -590,19 +600,19 @@ class PlanManager:
         The plan's lock is held.
         """
         item, slot, mark = plan.item, plan.slot, plan.mark
-        assert item is not None and mark is not None
+        assert item is not None
         capture_id = self._capture_id()
         if capture_id:
             return self._settle_recording(plan, item, mark, capture_id)
-        if plan.captured:
-            raise self._announcer.refuse(
-                RouteError(
-                    f"{plan!r} was made while capture {mark.capture_id} recorded; its tables belong to that graph's "
-                    "replays. Call plan_for again for an eager step."
-                )
-            )
         with self._lock:
             self._check_open("pa_decode")
+            if plan.captured:
+                raise self._announcer.refuse(
+                    RouteError(
+                        f"{plan!r} was made while capture {mark.capture_id} recorded; its tables belong to that "
+                        "graph's replays. Call plan_for again for an eager step."
+                    )
+                )
             if not (item.is_resident and slot.arena.is_resident):
                 self._materialise(slot, item, mark)
             pair, scratch = item.pair, slot.arena.buffer
@@ -652,7 +662,8 @@ class PlanManager:
                 raise self._stale(
                     f"{item} holds other lengths than those this plan was made for "
                     f"({describe_owner(mark.held_owner())}, revision {mark.revision}), and a refresh of eager tables "
-                    "must not be recorded. Call plan_for right before the recording."
+                    "must not be recorded. Call plan_for right before the recording, or inside it for each step.",
+                    SecondStepError,
                 )
         with self._lock:
             self._graphs.note_read(capture_id, plan, refreshed=refreshed)
@@ -764,7 +775,7 @@ class PlanManager:
             tables_of_part = block_tables[first_row:end_row]
             part_call = (output[first:end], query[first:end], key_cache, value_cache, tables_of_part, *extras)
             item = part.item
-            assert item is not None and part.mark is not None
+            assert item is not None
             with item.lock:
                 tables, scratch = self._settle(part)
                 if self._flags is not None:
@@ -1196,11 +1207,11 @@ class PlanManager:
             if may_raise and self._sanitize == "raise":
                 raise StalePlanError(f"{reason}. Call plan_for after every write to the lengths, before the replay.")
 
-    def _stale(self, message: str) -> StalePlanError:
+    def _stale(self, message: str, error: type[StalePlanError] = StalePlanError) -> StalePlanError:
         with self._lock:
             self._counters.stale_detected += 1
         self._announcer.note("stale", self._device.name, message)
-        return StalePlanError(message)
+        return error(message)
 
     def _stale_field(
         self, record: GraphRecord, read: Read, field: str, found: object, wanted: object

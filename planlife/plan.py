@@ -95,7 +95,10 @@ class Mark:
 def describe_owner(owner: object) -> str:
     if owner is None:
         return "no owner"
-    return str(owner) if type(owner) is int else f"{type(owner).__name__} at {id(owner):#x}"
+    if type(owner) is int:
+        return str(owner)
+    # The address too: two owners that are equal are still two.
+    return f"{repr(owner) if type(owner) is str else type(owner).__name__} at {id(owner):#x}"
 
 
 class Segment(NamedTuple):
@@ -208,7 +211,7 @@ class StepPlan:
         route: str,
         reason: str,
         rows: int,
-        mark: Mark | None,
+        mark: Mark,
         item: Plan | None,
         captured: bool,
         parts: tuple[StepPlan, ...] = (),
@@ -229,8 +232,8 @@ class StepPlan:
 
     @property
     def context_lens(self) -> Any:
-        """int32[rows]: the step's length tensor, None for a dummy."""
-        return self.mark.lens if self.mark is not None else None
+        """int32[rows]: the step's length tensor."""
+        return self.mark.lens
 
     @property
     def tables(self) -> Tables | None:

@@ -63,13 +63,12 @@ class Answers:
     def set_last_fallback(self, plan: StepPlan | None) -> None:
         """Remember what fell back; the one before lets go of an owner that had to be held strongly."""
         old, self.last_fallback = self.last_fallback, plan
-        if old is not None and old.mark is not None:
+        if old is not None:
             old.mark.retire()
 
     def known(self, step: Step, rows: int, address: int, version: int | None) -> StepPlan | None:
         """What was answered for exactly this step, if it is still remembered."""
         for plan in (self.last, self.last_fallback):
-            mark = plan.mark if plan is not None else None
-            if mark is not None and mark.difference(step, rows, address, version) is None:
+            if plan is not None and plan.mark.difference(step, rows, address, version) is None:
                 return plan
         return None

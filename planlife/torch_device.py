@@ -40,7 +40,8 @@ class CpuDevice:
             with torch.inference_mode(False):
                 return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:
-            if "DefaultCPUAllocator" not in str(error):
+            # The CPU's allocator raises a bare RuntimeError; one that is put in its place may raise torch's own class.
+            if not isinstance(error, torch.cuda.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
                 raise
             raise MemoryError(
                 f"the CPU allocator has no {num_bytes} bytes. Lower budget_bytes or the ladder's top class."

@@ -140,10 +140,9 @@ def test_without_the_extra_the_command_says_what_to_install(missing):
     assert run.stderr == f"planlife: the command line needs {missing}: pip install 'planlife[cli]'\n"
 
 
-def test_the_entry_point_runs_where_the_extra_is_installed():
-    run = subprocess.run(
-        [sys.executable, "-m", "planlife.cli", "--help"], capture_output=True, text=True, cwd=REPOSITORY
-    )
+@pytest.mark.parametrize("module", ["planlife", "planlife.cli"])
+def test_the_entry_point_runs_where_the_extra_is_installed(module):
+    run = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, cwd=REPOSITORY)
     assert run.returncode == 0
     assert "demo" in run.stdout
 

@@ -22,7 +22,7 @@ LAYERS = (
     ("manager",),
     ("emulated_graph", "torch_device", "kernels", "backends"),
     ("trace", "testing", "demo", "bench"),
-    ("commands", "cli"),
+    ("commands", "cli", "__main__"),
 )
 CORE = {module for layer in LAYERS[:5] for module in layer}
 

@@ -36,9 +36,11 @@ class TorchPlan:
         self.capacity = spec_capacity(spec, plan_rows, num_compute_units)
         self.max_partitions = num_compute_units if spec.max_partitions is None else spec.max_partitions
         work_end, reduce_end, lens_end = _table_ends(self.capacity, plan_rows)
-        self.work_info = buffer[: self.capacity * 16].view(torch.int32).view(self.capacity, 4)
-        self.reduce_info = buffer[work_end : work_end + plan_rows * 8].view(torch.int32).view(plan_rows, 2)
-        self.staged_lens = buffer[reduce_end:lens_end].view(torch.int32)
+        # In inference mode view(dtype) makes an inference tensor, which no step outside that mode could refresh.
+        with torch.inference_mode(False):
+            self.work_info = buffer[: self.capacity * 16].view(torch.int32).view(self.capacity, 4)
+            self.reduce_info = buffer[work_end : work_end + plan_rows * 8].view(torch.int32).view(plan_rows, 2)
+            self.staged_lens = buffer[reduce_end:lens_end].view(torch.int32)
 
 
 def _table_ends(capacity: int, plan_rows: int) -> tuple[int, int, int]:

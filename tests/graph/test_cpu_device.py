@@ -67,6 +67,15 @@ def test_memory_that_is_not_there_is_a_memory_error_with_the_number(device: CpuD
         device.allocate(-1)
 
 
+def test_torchs_own_out_of_memory_error_is_a_memory_error_too(device: CpuDevice, monkeypatch) -> None:
+    def empty(*args, **options):
+        raise torch.cuda.OutOfMemoryError("injected")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(MemoryError, match="no 4096 bytes"):
+        device.allocate(4096)
+
+
 # Lengths.
 
 

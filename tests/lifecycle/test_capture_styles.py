@@ -222,8 +222,10 @@ def test_a_before_replay_capture_reads_one_plan_for_one_step_only(second: str) -
     assert pins(world.manager) == {}
 
     draft = world.manager.plan_for(second_reads(world, owner)[second])
-    with pytest.raises(StalePlanError, match="must not be recorded"), world.manager.graph():
-        world.decode(target)
+    for error in (StalePlanError, RouteError):  # all were planned first: the tables hold the last one's lengths
+        with pytest.raises(error, match="must not be recorded"), world.manager.graph():
+            world.decode(target)
+            world.decode(draft)
     with world.manager.graph() as graph:
         world.decode(draft)
         world.decode(draft)

@@ -50,9 +50,10 @@ def test_a_dummy_between_two_real_steps_changes_no_plan_byte_and_writes_zeros(ki
     world.set_lens(LENS)
     plan = world.manager.plan_for(world.real_step())
     before, counters = world.plan_bytes(), world.counters()
-    dummy = world.manager.plan_for(world.dummies()[kind])
+    step = world.dummies()[kind]
+    dummy = world.manager.plan_for(step)
     assert (dummy.route, dummy.native, dummy.class_rows) == ("dummy", None, None)
-    assert dummy.reason
+    assert dummy.reason and dummy.context_lens is step.context_lens
     nowhere = torch.full((8, MAX_PAGES), -1, dtype=torch.int32, device=world.device)
     world.output.fill_(torch.nan)
     world.key_cache.fill_(torch.nan), world.value_cache.fill_(torch.nan)

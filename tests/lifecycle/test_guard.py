@@ -214,6 +214,10 @@ def test_a_replay_after_the_plan_for_of_another_owner_is_refused() -> None:
     found, wanted = f"Owner at {id(second):#x}", f"Owner at {id(first):#x}"
     captured.check_refusal("owner", found, wanted, captured.step(owner=first))
     captured.manager.guard(captured.graph, captured.step(owner=second))
+    prefill, decode = "prefill of step 7", "decode of step 7"
+    captured.manager.plan_for(captured.step(owner=prefill))
+    found, wanted = f"{prefill!r} at {id(prefill):#x}", f"{decode!r} at {id(decode):#x}"
+    captured.check_refusal("owner", found, wanted, captured.step(owner=decode))
 
 
 def test_an_owner_that_died_between_plan_for_and_guard_is_not_mistaken_for_the_next() -> None:

@@ -486,6 +486,16 @@ def test_lengths_that_are_not_shared_refresh_for_each_of_57_layers() -> None:
             world.assert_right(world.decode(plan), world.expected(lens=lens))
 
 
+def test_a_plan_minted_in_inference_mode_is_refreshed_outside_it() -> None:
+    """C76: inference mode belongs to a thread, and the one that warms up need not be the one that serves."""
+    world = World()
+    with torch.inference_mode(), world.manager.capture_phase():
+        world.manager.warm()
+    world.set_lens([300, 17, 511, 255])
+    plan = world.manager.plan_for(world.step(owner=Owner()))
+    world.assert_right(world.decode(plan), world.expected())
+
+
 @both_styles
 def test_inference_mode_tensors_work_throughout(style: str) -> None:
     """C76: no `_version` to read anywhere."""

@@ -206,6 +206,7 @@ def test_a_hook_that_plans_and_evicts_does_not_run_forever() -> None:
 METHODS_AFTER_CLOSE = {
     "plan_for": lambda world, held: world.manager.plan_for(world.step([1])),
     "pa_decode": lambda world, held: world.decode(held["plan"]),
+    "pa_decode of a plan made while recording": lambda world, held: world.decode(held["recorded"]),
     "pa_decode of a dummy": lambda world, held: world.decode(held["dummy"]),
     "warm": lambda world, held: world.manager.warm(),
     "capture_phase": lambda world, held: world.manager.capture_phase().__enter__(),
@@ -226,8 +227,11 @@ def test_use_after_close_is_refused_and_a_second_close_is_not(enabled: bool) -> 
     world = FakeWorld(enabled=enabled, fallback=live_lens_fallback)
     world.warm()
     step = world.step([1, 2])
+    with world.manager.graph():
+        recorded = world.manager.plan_for(step)
     held = {
         "captured": Captured(world, step),
+        "recorded": recorded,
         "plan": world.manager.plan_for(step),
         "dummy": world.manager.plan_for(Step(step.context_lens, dummy=True)),
     }
