@@ -34,6 +34,11 @@ class _Commands(click.Group):
         except PlanlifeError as error:
             click.echo("planlife: " + " ".join(str(error).split()), err=True)
             ctx.exit(2 if isinstance(error, ConfigError) else 1)
+        except BrokenPipeError:
+            raise  # click ends quietly: whoever read has seen enough
+        except OSError as error:
+            click.echo(f"planlife: {error}", err=True)
+            ctx.exit(1)
 
 
 @click.group(cls=_Commands)

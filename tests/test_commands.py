@@ -153,3 +153,13 @@ def test_bench_host_prints_each_figure_with_what_it_includes():
     for call in ("plan_for, skipped", "pa_decode, bookkeeping", "pa_decode, new tensors", "plan_for, off"):
         assert f"{call}:" in result.output
     assert CliRunner().invoke(command, ["bench", "host", "--batches", "29"]).exit_code == 2
+
+
+def test_a_full_disk_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(*arguments: object, **keywords: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("planlife.bench.measure_host", no_space)
+    result = CliRunner().invoke(command, ["bench", "host"])
+    assert result.exit_code == 1
+    assert result.stderr == "planlife: [Errno 28] No space left on device\n"
