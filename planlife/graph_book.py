@@ -55,23 +55,28 @@ class GraphBook:
         record.bind(g)
         self._by_graph[g] = record
 
-    def unbound(self, g: Graph) -> GraphRecord:
-        """The finished capture that `g` holds and does not stand for yet; RouteError if there is none.
+    def adopted(self, g: Graph) -> GraphRecord:
+        """The record of the finished capture that `g` holds; empty if that capture touched no plan.
 
-        Where a graph object does not tell its capture, it is this thread's last one that touched a plan.
+        Where a graph object does not tell its capture, it is this thread's last one that touched a plan and has no
+        graph yet. RouteError if there is none, or if its pins were released.
         """
         record: GraphRecord | None = None
         if not self._device.capture_id():
-            self.of(g)  # refuses what is no graph
+            bound = self.of(g)
             capture_id = self._device.capture_of(g)
             if capture_id is None:
-                record = getattr(self._this_thread, "last_record", None)
-            else:
-                record = self._by_capture.get(capture_id)
-        if record is None or record.released or record.graph is not None:
+                last: GraphRecord | None = getattr(self._this_thread, "last_record", None)
+                record = last if last is not None and last.graph is None else None
+            elif bound is not None and bound.capture_id == capture_id:
+                record = bound
+            elif capture_id:
+                record = self._by_capture.get(capture_id) or GraphRecord(capture_id)
+        if record is None or record.released:
             raise RouteError(
-                "adopt() found no finished capture that touched a plan and has no graph yet. Call it once, on the "
-                "thread that captured, right after a capture that planned or decoded has ended."
+                "adopt() found no finished capture for this graph: it is empty, its pins were released, or nothing on "
+                "this thread touched a plan since. Call it on the thread that captured, right after the capture has "
+                "ended."
             )
         return record
 

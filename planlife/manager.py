@@ -422,7 +422,8 @@ class PlanManager:
                 mark = Mark(step, step.context_lens, rows, address, version, 0)
                 mark.retire()  # no tables hold a dummy's lengths: its owner need not be held
                 return StepPlan(slot, "dummy", "dummy step" if step.dummy else "no rows", rows, mark, None, False)
-            known = self._answers[(slot.site, slot.ubatch)].last_fallback
+            answers = self._answers[(slot.site, slot.ubatch)]
+            known = None if answers.may_ask_again else answers.last_fallback
             if (
                 known is not None
                 and known.mark.capture_id == capture_id
@@ -558,7 +559,9 @@ class PlanManager:
             "fallback", f"{slot.site}/ub{slot.ubatch}", why.text, rows=mark.rows, recorded=bool(mark.capture_id)
         )
         self._log_route(slot, step_plan, why.code)
-        self._answers[(slot.site, slot.ubatch)].set_last_fallback(step_plan)
+        answers = self._answers[(slot.site, slot.ubatch)]
+        answers.set_last_fallback(step_plan)
+        answers.may_ask_again = why.may_pass
         return step_plan
 
     def _log_route(self, slot: Slot, plan: StepPlan, code: str) -> None:
@@ -810,7 +813,7 @@ class PlanManager:
         except NoRoomError as error:
             if self._num_phases or self._on_miss == "raise":
                 raise
-            return Why(error.code, f"{error.code}: {error}")
+            return Why(error.code, f"{error.code}: {error}", may_pass=True)
         return None
 
     def _materialise(self, slot: Slot, plan: Plan, mark: Mark) -> None:
@@ -847,15 +850,16 @@ class PlanManager:
             self._drain()  # a capture that failed is gone by now, and takes its pins along
 
     def adopt(self, g: Graph) -> None:
-        """Bind the pins of this thread's last capture, which an engine opened itself, to its graph object.
+        """Bind the pins of a capture that an engine opened itself to its graph object.
 
-        Call it right after the capture, so that guard, replay and release know the graph. Raises RouteError where there
-        is nothing to adopt.
+        Call it right after the capture, on the thread that captured, so that guard, replay and release know the graph.
+        Harmless for a capture that touched no plan, and when called again. Raises RouteError where there is no
+        finished capture.
         """
         self._enter("adopt")
-        record = self._graphs.unbound(g)
+        record = self._graphs.adopted(g)
         previous = self._graphs.of(g)
-        if previous is not None:
+        if previous is not None and previous is not record:
             self._release(previous, "captured again")
         self._graphs.bind(g, record)
 

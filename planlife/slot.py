@@ -15,6 +15,7 @@ class Why(NamedTuple):
 
     code: str
     text: str
+    may_pass: bool = False  #: memory may be there at the next call: the same step may ask again
 
 
 class Slot:
@@ -52,12 +53,13 @@ class Slot:
 class Answers:
     """The last decisions of one slot."""
 
-    __slots__ = ("last", "last_fallback", "num_skipped", "slot")
+    __slots__ = ("last", "last_fallback", "may_ask_again", "num_skipped", "slot")
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
         self.last: StepPlan | None = None  #: the last planned step, for skipping
         self.last_fallback: StepPlan | None = None  #: the last step that fell back, so that its layers agree
+        self.may_ask_again = False  #: it fell back for want of memory, which may have come since
         self.num_skipped = 0  #: plan_for calls answered by `last`
 
     def set_last_fallback(self, plan: StepPlan | None) -> None:

@@ -652,7 +652,8 @@ def test_adopting_nothing_is_refused() -> None:
         world.manager.adopt(failed)
 
 
-def test_a_capture_that_touched_no_plan_is_not_given_the_pins_of_the_one_before() -> None:
+def test_a_capture_that_touched_no_plan_is_adopted_without_the_pins_of_the_one_before() -> None:
+    """An engine adopts each of its graphs, those without attention too."""
     world = World(warm=True)
     world.set_lens(CAPTURE_LENS)
     reads, other = world.new_graph(), world.new_graph()
@@ -660,7 +661,19 @@ def test_a_capture_that_touched_no_plan_is_not_given_the_pins_of_the_one_before(
         world.decode(world.manager.plan_for(world.step()))
     with world.record(other):
         world.query.add_(0)
-    with pytest.raises(RouteError, match="no finished capture"):
-        world.manager.adopt(other)
-    world.manager.adopt(reads)  # positive control: it is still there to be adopted, late as it is
+    pinned = pins(world.manager)
+    world.manager.adopt(other)
+    world.manager.replay(other)
+    world.manager.release(other)
+    assert pins(world.manager) == pinned
+    for _ in range(2):  # late as it is, and again
+        world.manager.adopt(reads)
+        assert pins(world.manager) == pinned
     world.assert_right(world.replay(reads, world.step()), world.expected())
+
+    world.manager.release(reads)
+    assert not pins(world.manager)
+    with pytest.raises(RouteError, match="its pins were released"):
+        world.manager.adopt(reads)
+    with pytest.raises(RouteError, match="holds no pins here"):
+        world.manager.guard(reads, world.step())
