@@ -576,8 +576,7 @@ def test_an_engines_own_capture_pins_at_once_and_is_guarded_once_adopted(style: 
     with pytest.raises(RouteError, match="not adopted"):
         world.manager.guard(graph, step)
     world.manager.adopt(graph)
-    with pytest.raises(RouteError, match="nothing|no finished capture"):
-        world.manager.adopt(graph)
+    world.manager.adopt(graph)  # again: nothing changes
     for _ in range(3):
         world.set_lens(world.random_lens(8))
         world.assert_right(world.replay(graph, world.step(), style), world.expected())
