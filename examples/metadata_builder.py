@@ -34,13 +34,21 @@ class Batch:
 
 
 class Metadata:
-    """What layers read. A plain class: planlife holds owners weakly, and this one holds its own plan."""
+    """What layers read, and the owner of its step. It may hold its plan: planlife holds owners weakly."""
 
-    def __init__(self, context_lens: torch.Tensor, block_tables: torch.Tensor) -> None:
+    def __init__(
+        self, context_lens: torch.Tensor, block_tables: torch.Tensor, *, site: str, ubatch: int = 0, revision: int = 0
+    ) -> None:
         self.context_lens = context_lens
         self.block_tables = block_tables
         self.plan: StepPlan
-        self.step: Step
+        self._site = site
+        self._ubatch = ubatch
+        self._revision = revision
+
+    def step(self) -> Step:
+        """Made anew when asked for: a Step refers to its owner, and kept here it would close a cycle."""
+        return Step(self.context_lens, site=self._site, owner=self, ubatch=self._ubatch, revision=self._revision)
 
 
 class RowBuffers:
@@ -80,9 +88,8 @@ class DecodeMetadataBuilder:
     def prepare_mtp_decode(self, target: Metadata, draft_pass: int) -> Metadata:
         """A draft pass over the target's rows: every real row is one token longer than a pass ago."""
         target.context_lens.add_((target.context_lens > 0).int())
-        draft = Metadata(target.context_lens, target.block_tables)
-        draft.step = Step(draft.context_lens, site="draft", owner=draft, revision=draft_pass)
-        draft.plan = self._manager.plan_for(draft.step)
+        draft = Metadata(target.context_lens, target.block_tables, site="draft", revision=draft_pass)
+        draft.plan = self._manager.plan_for(draft.step())
         return draft
 
     def build_ubatch_metadata(self, ubatch: int, bs: int) -> Metadata:
@@ -103,9 +110,8 @@ class DecodeMetadataBuilder:
         return self.build_ubatch_metadata(0, half), self.build_ubatch_metadata(1, half)
 
     def _build(self, buffers: RowBuffers, bs: int, ubatch: int = 0) -> Metadata:
-        metadata = Metadata(buffers.context_lens[:bs], buffers.block_tables[:bs])
-        metadata.step = Step(metadata.context_lens, site="target", owner=metadata, ubatch=ubatch)
-        metadata.plan = self._manager.plan_for(metadata.step)
+        metadata = Metadata(buffers.context_lens[:bs], buffers.block_tables[:bs], site="target", ubatch=ubatch)
+        metadata.plan = self._manager.plan_for(metadata.step())
         return metadata
 
 
@@ -207,11 +213,11 @@ def main(num_steps: int = 100, seed: int = 0) -> bool:
             attention.output.fill_(torch.nan)
             if step % 3 == 2:
                 ubatches = builder.prepare_ubatch_decode(batch, bs)
-                manager.replay(graphs["ubatch", bs], *(metadata.step for metadata in ubatches))
+                manager.replay(graphs["ubatch", bs], *(metadata.step() for metadata in ubatches))
                 compare(ubatches)
                 continue
             target = builder.prepare_decode(batch, bs)
-            manager.replay(graphs["decode", bs], target.step)
+            manager.replay(graphs["decode", bs], target.step())
             compare([target])
             if step % 3 == 1:
                 for draft_pass in range(1, NUM_DRAFT_PASSES + 1):

@@ -25,6 +25,13 @@ def byte_count(text: str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** exponent)
 
 
+def _in_options(message: str) -> str:
+    """A refusal by the library, in the names that the command line has for its arguments."""
+    for name, option in (("budget_bytes", "--budget"), ("memory_bytes", "--memory"), ("num_layers", "--layers")):
+        message = message.replace(name, option)
+    return message
+
+
 class _Commands(click.Group):
     """Turns what planlife raises on purpose into one line and an exit status."""
 
@@ -32,7 +39,7 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except PlanlifeError as error:
-            click.echo("planlife: " + " ".join(str(error).split()), err=True)
+            click.echo("planlife: " + _in_options(" ".join(str(error).split())), err=True)
             ctx.exit(2 if isinstance(error, ConfigError) else 1)
         except BrokenPipeError:
             raise  # click ends quietly: whoever read has seen enough
@@ -62,9 +69,40 @@ def planlife() -> None:
     metavar="FILE",
     help="A request trace to serve, CSV or JSON Lines, plain or gzip; a packaged sample unless given.",
 )
-@click.option("--steps", "max_steps", type=int, metavar="N", help="Engine steps to serve at most.")
-@click.option("--seed", type=int, metavar="N", help="Seed of queries, keys, values and draft acceptance.")
-@click.option("--layers", "num_layers", type=int, metavar="N", help="Attention layers of the toy model.")
+@click.option(
+    "--steps",
+    "max_steps",
+    type=click.IntRange(min=1),
+    default=600,
+    show_default=True,
+    metavar="N",
+    help="Engine steps to serve at most. The first requests of the trace are served, as many as fit these steps; "
+    "long prompts are folded and long outputs cut to the toy model's context.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Seed of queries, keys, values and draft acceptance.",
+)
+@click.option(
+    "--layers",
+    "num_layers",
+    type=click.IntRange(2, 64),
+    default=2,
+    show_default=True,
+    metavar="N",
+    help="Attention layers of the toy model; many of them need a larger --memory.",
+)
+@click.option(
+    "--memory",
+    "memory_bytes",
+    type=byte_count,
+    metavar="BYTES",
+    help="What plans, scratch and the KV pool share; 8MiB unless given.",
+)
 @click.option(
     "--budget",
     "budget_bytes",
@@ -111,8 +149,24 @@ def bench() -> None:
 
 
 @bench.command()
-@click.option("--batches", "num_batches", type=click.IntRange(min=30), default=51, show_default=True, metavar="N")
-@click.option("--calls", "calls_per_batch", type=click.IntRange(min=1), default=2000, show_default=True, metavar="N")
+@click.option(
+    "--batches",
+    "num_batches",
+    type=click.IntRange(min=30),
+    default=51,
+    show_default=True,
+    metavar="N",
+    help="Batches to time.",
+)
+@click.option(
+    "--calls",
+    "calls_per_batch",
+    type=click.IntRange(min=1),
+    default=2000,
+    show_default=True,
+    metavar="N",
+    help="Calls in each batch.",
+)
 def host(num_batches: int, calls_per_batch: int) -> None:
     """Host time of a call on this CPU, without any kernel."""
     from .bench import measure_host

@@ -12,7 +12,7 @@ class ConfigError(PlanlifeError, ValueError):
 
 
 class CapacityError(PlanlifeError, ValueError):
-    """More rows than the ladder, or than anything behind it, can take."""
+    """The ladder, or `warm`, was asked for more rows than its top class."""
 
 
 class BudgetError(PlanlifeError, MemoryError):

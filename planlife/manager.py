@@ -72,7 +72,7 @@ class PlanManager:
     sites: one PlanSpec (named "default"), or PlanSpecs by site name. ladder: one for all sites, or one per site.
     device: None = cuda if there is one, else cpu. backend: "auto", "aiter", "triton", "torch" or a Backend.
     ubatches: micro-batches that may be in flight together. budget_bytes: None = worst_case_bytes().
-    enabled: False makes every plan_for the fallback, at no cost. fallback: "triton", "torch" or a callable
+    enabled: False makes every plan_for the fallback and allocates nothing. fallback: "triton", "torch" or a callable
     (output, query, key_cache, value_cache, block_tables, context_lens, softmax_scale, *, spec, key_scale, value_scale,
     sinks). on_miss: what a class that was never minted does outside a capture phase: "fallback", "raise" or "mint".
     sanitize: "off", "count" or "raise": compare the tables with the lengths at every decode, also inside graphs.
@@ -147,7 +147,7 @@ class PlanManager:
         if budget_bytes < least:
             raise BudgetTooSmallError(
                 f"budget_bytes={budget_bytes:,} cannot hold the plan and the scratch of the largest call, which takes "
-                f"{least:,} bytes. Raise budget_bytes to at least min_budget_bytes(), or lower the ladder's top class."
+                f"{least:,} bytes. Raise budget_bytes to min_budget_bytes(), or lower the ladder's top class."
             )
         return budget_bytes
 
@@ -1206,7 +1206,7 @@ class PlanManager:
             self._counters.lengths_clamped += clamped
             self._counters.stale_detected += stale
         if stale:
-            reason = f"the sanitizer saw {stale} decodes whose tables were not made from the lengths in the buffer"
+            reason = f"the sanitizer saw {stale} decode(s) whose tables were not made from the lengths in the buffer"
             self._announcer.note("stale", self._device.name, reason)
             if may_raise and self._sanitize == "raise":
                 raise StalePlanError(f"{reason}. Call plan_for after every write to the lengths, before the replay.")

@@ -71,6 +71,8 @@ class Mark:
         A step without an owner is only ever the same as itself, as the same Step object.
         """
         if not self.is_owned_by(step.owner) and self.step() is not step:
+            if self.owner is None and step.owner is None:
+                return "step", "another Step object", "this one: without an owner only the very Step counts"
             return "owner", describe_owner(self.held_owner()), describe_owner(step.owner)
         for field, found, wanted in (
             ("revision", self.revision, step.revision),

@@ -108,18 +108,18 @@ class MemoryReport:
             + (", closed" if self.closed else ", sealed" if self.sealed else ""),
             f"  resident {self.resident_bytes:,} of {self.budget_bytes:,} bytes budget "
             f"(worst case {self.worst_case_bytes:,}, peak {self.peak_bytes:,}), "
-            f"{self.pinned_bytes:,} pinned by {self.num_graphs} graphs",
+            f"{self.pinned_bytes:,} pinned by {self.num_graphs} graph{'s' * (self.num_graphs != 1)}",
         ]
         for plan in self.plans:
             lines.append(
                 f"  plan {plan.site}/{plan.class_rows}/ub{plan.ubatch}: {plan.state}, {plan.num_bytes:,} bytes"
-                + (f", {plan.num_pins} pins" if plan.num_pins else "")
+                + (f", {plan.num_pins} pin{'s' * (plan.num_pins != 1)}" if plan.num_pins else "")
                 + (f" - {plan.note}" if plan.note else "")
             )
         for arena in self.arenas:
             lines.append(
                 f"  scratch {arena.lane}/ub{arena.ubatch}: {arena.state}, {arena.num_bytes:,} bytes"
-                + (f", {arena.num_pins} pins" if arena.num_pins else "")
+                + (f", {arena.num_pins} pin{'s' * (arena.num_pins != 1)}" if arena.num_pins else "")
                 + (f" - {arena.note}" if arena.note else "")
             )
         lines.append("  " + ", ".join(f"{name} {value:,}" for name, value in self.counters.items()))

@@ -67,9 +67,9 @@ class Residency:
         if victims is None:
             raise NoRoomError(
                 "no room in the budget",
-                f"no room for {names}: it needs {need_bytes:,} bytes of a {self.ledger.budget_bytes:,} byte budget, of "
-                f"which {self.store.pinned_bytes:,} bytes are pinned by {self.num_pinning_graphs} graphs. Release a "
-                "graph or raise budget_bytes.",
+                f"no room for {names}: it needs {need_bytes:,} bytes of a {self.ledger.budget_bytes:,} byte "
+                f"budget, of which {self.store.pinned_bytes:,} bytes are pinned by {self.num_pinning_graphs} "
+                f"graph{'s' * (self.num_pinning_graphs != 1)}. Release a graph or raise budget_bytes.",
             )
         is_new = plan.state is State.ABSENT
         order = list(self.store)

@@ -84,7 +84,9 @@ def read_trace(path: str | os.PathLike[str]) -> list[Request]:
         raise TraceError(f"trace {name!r}, line {max(1, line_number)}: {refused}.") from None
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
-        raise TraceError(f"trace {name!r}, line {line_number + 1}: cannot read on: {reason}.") from None
+        is_unopened = isinstance(error, OSError) and error.errno and not line_number
+        what = "cannot be opened" if is_unopened else "cannot read on"
+        raise TraceError(f"trace {name!r}, line {line_number + 1}: {what}: {reason}.") from None
     return requests
 
 

@@ -103,7 +103,7 @@ def _run(config: DemoConfig, progress: Progress | None) -> DemoResult:
             style=config.style,
             counts=engine.counts,
             report=manager.report(),
-            num_graphs=len(engine.graphs),
+            num_graphs=sum(len(captured.graphs) for captured in engine.graphs.values()),
             num_graphs_refused=engine.num_graphs_refused,
             num_requests=len(arrivals),
             num_finished=scheduler.num_finished,

@@ -59,10 +59,11 @@ class DemoResult:
         """Label and value of each line of the final table."""
         counts, report = self.counts, self.report
         counters = report.counters
-        refused = f" ({self.num_graphs_refused} refused for lack of room)" if self.num_graphs_refused else ""
+        refused = f" ({self.num_graphs_refused} sizes refused for lack of room)" if self.num_graphs_refused else ""
         rows = [
             ("capture style", self.style),
-            ("graphs captured", f"{self.num_graphs:,}{refused}, {counts.recaptured} captured again while serving"),
+            ("graphs captured", f"{self.num_graphs:,}{refused}"),
+            ("captured again in service", f"{counts.recaptured:,}"),
             ("steps", f"{counts.steps:,}"),
             ("steps replayed", f"{counts.replayed:,}"),
             ("steps eager", f"{counts.eager:,}"),

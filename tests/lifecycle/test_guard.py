@@ -372,7 +372,7 @@ def test_guard_accepts_the_same_step_object_without_an_owner() -> None:
         world.output.fill_(torch.nan)
         captured.manager.replay(captured.graph, step)
         world.assert_right(world.output, world.expected())
-        with pytest.raises(StalePlanError, match="has owner: found no owner, wanted no owner"):
+        with pytest.raises(StalePlanError, match="found another Step object, wanted this one: without an owner"):
             captured.manager.guard(captured.graph, captured.step(owner=None))
 
 

@@ -54,7 +54,7 @@ class ExampleAdapter(BuilderAdapter):
         return metadata.context_lens
 
     def replay(self, graph: Any, *metadata: Any) -> None:
-        self.manager.replay(graph, *(one.step for one in metadata))
+        self.manager.replay(graph, *(one.step() for one in metadata))
 
 
 def batch(lens: Sequence[int]) -> Any:

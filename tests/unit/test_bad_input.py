@@ -215,17 +215,6 @@ BAD_MANAGERS: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("site", [{"kv_layout": "packed"}, {"kv_dtype": "float8_e4m3fn", "scales": "per_token"}])
-def test_a_named_fallback_that_cannot_read_a_site_is_refused_at_construction(site: Any, enabled: bool) -> None:
-    """R30: not by the first step that needs it."""
-    options: dict[str, Any] = {"ladder": CapacityLadder([2]), "device": FakeDevice(), "enabled": enabled}
-    sites = {"main": spec(max_partitions=4096), "odd": spec(**site)}
-    with pytest.raises(ConfigError, match="fallback='torch' cannot serve site 'odd': the torch backend does not read"):
-        PlanManager(sites, backend=FakeBackend(), fallback="torch", **options)
-    PlanManager(sites["main"], backend=FakeBackend(), fallback="torch", **options).close()  # positive control
-
-
 @pytest.mark.parametrize("missing", ["name", "max_plan_rows", "compile", "sanitize", "scratch_bytes"])
 def test_a_backend_that_lacks_something_is_refused_before_serving_needs_it(missing: str) -> None:
     class Partial:

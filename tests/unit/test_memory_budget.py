@@ -309,7 +309,7 @@ def test_part_of_the_victims_is_never_evicted_when_the_rest_is_pinned() -> None:
         world.run([2] * 4, site="small", ubatch=1)
         before, allocations = world.states(), world.device.num_allocations
         assert sorted(before.values()) == ["pinned", "pinned", "resident", "resident"]
-        with pytest.raises(BudgetError, match="pinned by 1 graphs"):
+        with pytest.raises(BudgetError, match="pinned by 1 graph"):
             world.manager.plan_for(world.step([1] * 4, site="big"))
         assert (world.states(), world.device.num_allocations) == (before, allocations)
         del captured

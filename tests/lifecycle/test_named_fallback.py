@@ -1,0 +1,23 @@
+"""Fallbacks that are picked by name: what they cannot read is refused before serving starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planlife import CapacityLadder, ConfigError, PlanManager
+from planlife.testing.fakes import FakeBackend, FakeDevice
+
+from .world import small_spec
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("site", [{"kv_layout": "packed"}, {"kv_dtype": "float8_e4m3fn", "scales": "per_token"}])
+def test_a_named_fallback_that_cannot_read_a_site_is_refused_at_construction(site: Any, enabled: bool) -> None:
+    """R30: not by the first step that needs it."""
+    options: dict[str, Any] = {"ladder": CapacityLadder([2]), "device": FakeDevice(), "enabled": enabled}
+    sites = {"main": small_spec(max_partitions=4096), "odd": small_spec(**site)}
+    with pytest.raises(ConfigError, match="fallback='torch' cannot serve site 'odd': the torch backend does not read"):
+        PlanManager(sites, backend=FakeBackend(), fallback="torch", **options)
+    PlanManager(sites["main"], backend=FakeBackend(), fallback="torch", **options).close()  # positive control
