@@ -378,7 +378,7 @@ class ManagerLife(RuleBasedStateMachine):
 
 TestManagerLife = ManagerLife.TestCase
 TestManagerLife.settings = settings(
-    max_examples=40,
+    max_examples=32,
     stateful_step_count=50,
     deadline=None,
     derandomize=True,
