@@ -319,7 +319,7 @@ class PlanManager:
                             return last
         return self._plan_for(step)
 
-    def _plan_off(self, step: Step) -> OffPlan:
+    def _plan_off(self, step: Step) -> StepPlan | OffPlan:
         try:
             slot = self._slots.get(step.key)
         except AttributeError:
@@ -327,6 +327,8 @@ class PlanManager:
         if slot is None or self._closed:
             self._enter("plan_for")
             slot = self._slot_of(step)
+        if step.dummy:
+            return self._plan_for(step)  # its lengths mean nothing: no fallback may read by them
         return OffPlan(slot, step.context_lens)
 
     def pa_decode(
@@ -828,6 +830,9 @@ class PlanManager:
 
         g: None makes one; a graph recorded before is reset first, then its pins go. options: as torch.cuda.graph takes.
         A body that raises leaves the graph empty and its pins gone. On a CPU the graph is a planlife EmulatedGraph.
+
+        Raises RouteError while this stream records already, and what the body raises. Syncs, Allocates: as the graph
+        type does.
         """
         self._enter("graph")
         if self._capture_id():
@@ -979,7 +984,11 @@ class PlanManager:
                     in_graph.set_mark(None)  # several refreshes: the last lengths are not known here
 
     def replay(self, g: Graph, *steps: Step) -> None:
-        """guard(g, *steps), then g.replay() on the current stream."""
+        """guard(g, *steps), then g.replay() on the current stream.
+
+        Raises what guard raises, and StalePlanError with sanitize="raise" if a decode in g read stale tables.
+        Syncs: no. Allocates: no.
+        """
         self._check_open("replay")
         self.guard(g, *steps)
         try:

@@ -46,6 +46,19 @@ def test_off_allocates_nothing_reads_no_environment_and_asks_nobody(monkeypatch:
     assert on.device.num_allocations > 0
 
 
+def test_a_dummy_is_a_dummy_when_off_too() -> None:
+    """R15: a fallback that went by its lengths would read anything."""
+    calls: list[object] = []
+    world = FakeWorld(enabled=False, fallback=lambda *arguments, **keywords: calls.append(arguments))
+    plan = world.manager.plan_for(world.step([400, 9], dummy=True))
+    assert plan.route == "dummy"
+    world.decode(plan)
+    assert not calls
+    real = world.manager.plan_for(world.step([4, 9]))
+    world.decode(real)
+    assert real.route == "fallback" and len(calls) == 1  # positive control
+
+
 def test_off_without_a_fallback_is_refused_at_the_decode() -> None:
     world = FakeWorld(enabled=False)
     plan = world.manager.plan_for(world.step([3]))
