@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
 
-from planlife import PlanManager, RouteError, StalePlanError, Step
+from planlife import PlanManager, RouteError, StalePlanError, Step, StepPlan
 
 from .world import BEFORE_REPLAY, IN_GRAPH, MAX_PAGES, Owner, World, both_styles, small_spec
 
@@ -82,6 +85,44 @@ def test_an_in_graph_capture_costs_a_replay_no_host_work() -> None:
         graph.replay()
         world.assert_right(world.output, world.expected())
     assert world.counters()["refreshes"] == refreshes
+
+
+@both_styles
+def test_a_replay_calls_no_python_of_planlife_or_of_the_model(style: str) -> None:
+    """What a graph holds is launches: no planner, no backend and no layer runs as Python, whatever became of them."""
+    world = World(warm=True)
+    world.set_lens(CAPTURE_LENS)
+    layer_calls = 0
+    scale = world.spec.head_dim**-0.5
+
+    def layer(plan: StepPlan) -> None:
+        nonlocal layer_calls
+        layer_calls += 1
+        call = (world.output, world.query, world.key_cache, world.value_cache, world.tables, scale)
+        world.manager.pa_decode(plan, *call)
+
+    graph = world.capture(world.step(), style, layer)
+    scale = 17.0  # a captured Python value: changing it afterwards changes nothing
+    world.set_lens(world.random_lens(8))
+    step = world.step()
+    world.manager.plan_for(step)
+    world.manager.guard(graph, step)
+    world.output.fill_(torch.nan)
+    called: set[str] = set()
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            called.add(frame.f_code.co_filename)
+
+    sys.setprofile(profile)
+    try:
+        graph.replay()
+    finally:
+        sys.setprofile(None)
+    assert layer_calls == 1
+    ours = {Path(name).name for name in called if "planlife" in Path(name).parts or "lifecycle" in Path(name).parts}
+    assert ours == {"emulated_graph.py"}  # the graph itself, which shows that calls are seen
+    world.assert_right(world.output, world.expected())
 
 
 def test_100_steps_planned_before_their_replay_equal_eager_ones() -> None:
