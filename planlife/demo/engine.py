@@ -173,8 +173,6 @@ class Engine:
         self.graphs: dict[GraphKey, Captured] = {}
         self.num_graphs_refused = 0
 
-    # start-up
-
     def capture_all(self, progress: Callable[[int, str], None]) -> None:
         """Mint everything, then record every size, largest first."""
         keys = [(kind, rows) for kind, sizes in CAPTURE_ROWS.items() for rows in sizes]
@@ -265,8 +263,6 @@ class Engine:
         num_sites = 1 if kind == "draft" else self._num_layers
         sites = [by_turns[layer % len(by_turns)] for layer in range(num_sites)]
         return Metadata(self._manager, buffers, sites, plan_in_layers=self._plan_in_layers, dummy=dummy)
-
-    # serving
 
     def serve(self, step: int, scheduler: Scheduler) -> str:
         """One engine step, with its draft passes if it verifies. Returns a line on what ran."""
@@ -385,8 +381,6 @@ class Engine:
         self.counts.dummy += 1
         self.counts.dummy_replayed += captured is not None
         return f"{rows} rows, {'replayed' if captured else 'eager'}"
-
-    # comparison
 
     def _record(self, layer: int, call: int, batch: Batch) -> None:
         cache_rows = torch.tensor(batch.cache_rows).repeat_interleave(batch.query_length)

@@ -289,8 +289,6 @@ class _Run:
         self.world = _World(adapter, seed)
         self.last: dict[str, list[int]] = {}  # lengths that a wrong row may have decoded, by what they were
 
-    # ------------------------------------------------------------------ what is counted
-
     def _counters(self) -> tuple[int, int]:
         """(plan_for calls that wanted a plan, refreshes)."""
         counters = self.manager.report().counters
@@ -342,8 +340,6 @@ class _Run:
                 f"{where}: the lengths are at {lens.data_ptr():#x}, and the graph captured those at "
                 f"{captured.data_ptr():#x}. Keep one length buffer and write each step's lengths into it."
             )
-
-    # ------------------------------------------------------------------ capturing
 
     def capture(self, rows: int) -> _Capture:
         where, metadata, batch = self.warm_up(rows)
@@ -412,8 +408,6 @@ class _Run:
         for layer in range(_NUM_LAYERS):
             for one, batch in zip(metadata, batches, strict=True):
                 self.world.decode_layer(one, layer, batch)
-
-    # ------------------------------------------------------------------ steps
 
     def step(self, number: int, capture: _Capture | None, *, drafts: bool = False) -> None:
         """One decode step, through the graph or eagerly, with its draft passes."""
@@ -557,9 +551,6 @@ class _Run:
 
 def _names(where: str, metadata: Sequence[Any]) -> list[str]:
     return [where] if len(metadata) == 1 else [f"{where}, ubatch {ubatch}" for ubatch in range(len(metadata))]
-
-
-# ---------------------------------------------------------------------- scenarios
 
 
 def _replayed(run: _Run, num_steps: int) -> None:

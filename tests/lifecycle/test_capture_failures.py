@@ -61,9 +61,6 @@ def assert_all_works(world: World) -> None:
         assert world.manager.trim(0)
 
 
-# ---------------------------------------------------------------- C73
-
-
 def test_a_refresh_that_fails_leaves_no_mark() -> None:
     """C73: eager; the tables are half-written, so the step that they held must refresh, as must the one that failed."""
     backend = FailingBackend()
@@ -278,9 +275,6 @@ def test_what_drops_marks_while_recording_leaves_a_right_graph() -> None:
     for _ in range(2):
         world.set_lens(world.random_lens(8))
         world.assert_right(world.replay(graph, world.step()), world.expected())
-
-
-# ---------------------------------------------------------------- C77: captures without a plan
 
 
 def evicted(world: World) -> None:

@@ -28,9 +28,6 @@ def pins(manager: PlanManager) -> dict[str, int]:
     }
 
 
-# ---------------------------------------------------------------- what a replay decodes
-
-
 @both_styles
 def test_a_replay_decodes_the_lengths_of_now(style: str) -> None:
     """C01: as a fresh eager decode, and as the dense reference."""
@@ -236,9 +233,6 @@ def test_one_graph_reads_two_ubatches_of_equal_rows(style: str) -> None:
         world.assert_right(world.output, world.expected())
 
 
-# ---------------------------------------------------------------- one plan, several reads in one capture
-
-
 def second_reads(world: World, owner: Owner) -> dict[str, Step]:
     return {
         "drafts in place": world.step(owner=owner, revision=1),
@@ -347,9 +341,6 @@ def test_a_step_of_more_rows_than_the_ladder_is_captured_in_parts() -> None:
         world.decode(made_before, query=query, output=output, tables=tables)
 
 
-# ---------------------------------------------------------------- plans in the wrong place
-
-
 def test_a_plan_made_while_recording_is_refused_in_eager_code() -> None:
     """Eager code never sees in-graph tables: replays change them unseen."""
     world = World(warm=True)
@@ -453,9 +444,6 @@ def test_piecewise_graphs_that_each_plan_work_in_any_order() -> None:
             world.set_lens(world.random_lens(8), into=lens[index])
             world.replay(graphs[index], world.step(lens=lens[index]))
             world.assert_right(world.output, world.expected(lens=lens[index]))
-
-
-# ---------------------------------------------------------------- what a graph keeps alive
 
 
 @both_styles
@@ -599,9 +587,6 @@ def test_a_phase_may_be_opened_again_in_service_after_evictions(style: str) -> N
     world.assert_right(world.replay(graph, world.step(), style), world.expected())
     assert world.counters()["compiles"] == compiles
     assert world.counters()["compiles_after_seal"] == 0
-
-
-# ---------------------------------------------------------------- captures that the engine opens
 
 
 @both_styles

@@ -172,7 +172,7 @@ def test_target_and_draft_sites_of_one_model_share_a_graph() -> None:
 
 
 def test_the_style_that_the_world_replays_by_default_needs_no_plan_for() -> None:
-    """A control of this file's own helper: World.replay(IN_GRAPH) calls no plan_for."""
+    """A control of these tests themselves: World.replay(IN_GRAPH) calls no plan_for."""
     world = DraftWorld(warm=True)
     world.set_draft_lens([64] * 8)
     step = world.step()

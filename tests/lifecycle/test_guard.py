@@ -55,9 +55,6 @@ class Captured:
         assert self.world.counters() == counters | {"stale_detected": counters["stale_detected"] + 1}
 
 
-# ---------------------------------------------------------------- C02, C31: one test per field
-
-
 @both_styles
 def test_guard_refuses_a_step_of_another_site(style: str) -> None:
     """C02."""
@@ -183,9 +180,6 @@ def test_guard_refuses_tables_that_hold_another_buffers_lengths() -> None:
     captured.check_refusal("length buffer address", *addresses, captured.step())
 
 
-# ---------------------------------------------------------------- forgotten plan_for
-
-
 def test_a_replay_without_its_plan_for_is_refused_by_plan_graph_and_owner() -> None:
     """C52."""
     captured = Captured(BEFORE_REPLAY)
@@ -288,9 +282,6 @@ def test_eager_steps_of_other_classes_sites_and_ubatches_disturb_no_replay() -> 
     world.assert_right(world.output, world.expected())
 
 
-# ---------------------------------------------------------------- several plans, several steps
-
-
 def test_guard_names_the_site_that_was_not_refreshed() -> None:
     """C04: full and windowed layers in one graph, one of them planned."""
     sites = {"full": small_spec(), "windowed": small_spec(sliding_window=100)}
@@ -384,9 +375,6 @@ def test_guard_does_not_confuse_owners_that_compare_equal(owner: object, other: 
     captured.manager.guard(captured.graph, captured.step(owner=owner))
     with pytest.raises(StalePlanError, match="has owner"):
         captured.manager.guard(captured.graph, captured.step(owner=other))
-
-
-# ---------------------------------------------------------------- what guard itself refuses
 
 
 def test_guard_refuses_what_is_no_step_before_it_changes_anything() -> None:

@@ -41,9 +41,6 @@ class EqualMetadata:
     rows: int = 0
 
 
-# ---------------------------------------------------------------- one refresh per step, none missed
-
-
 def test_layers_of_one_step_share_one_refresh() -> None:
     """C09, the positive control: same owner, same lengths, no refresh but the first."""
     world = World(warm=True)
@@ -120,9 +117,6 @@ def test_eager_tables_and_in_graph_tables_do_not_write_each_other() -> None:
     world.replay(graph, world.step())
     assert (eager.native.work_info == 0x7F7F7F7F).all() and (eager.native.reduce_info == 0x7F7F7F7F).all()
     assert not (captured.native.work_info == 0x5A5A5A5A).any()
-
-
-# ---------------------------------------------------------------- foreign refreshes
 
 
 def test_a_foreign_refresh_is_never_mistaken_for_ones_own() -> None:
@@ -225,9 +219,6 @@ def test_two_classes_interleaved_keep_their_own_steps() -> None:
         with refreshes(world.manager, 0):
             world.output.fill_(torch.nan)
             world.assert_right(world.decode(plan_a), world.expected())
-
-
-# ---------------------------------------------------------------- owners
 
 
 def test_a_new_owner_at_a_dead_owners_address_refreshes() -> None:
@@ -413,9 +404,6 @@ def test_a_step_in_parts_does_not_keep_its_owner_longer_than_a_plan_would(gc_off
     del owner
     world.manager.plan_for(world.step())
     assert SlotsOwner.num_alive == 0
-
-
-# ---------------------------------------------------------------- lengths that change under one owner
 
 
 def test_lengths_that_advance_in_place_refresh_without_a_new_revision() -> None:

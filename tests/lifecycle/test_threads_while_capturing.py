@@ -28,9 +28,6 @@ def collect(graphs: list[Any]) -> None:
     gc.collect()
 
 
-# ---------------------------------------------------------------- C67
-
-
 @both_styles
 @pytest.mark.parametrize("where", ["the same thread", "another thread"])
 def test_a_graph_collected_while_a_thread_records_kills_no_capture(style: str, where: str) -> None:
@@ -93,9 +90,6 @@ def test_a_finaliser_takes_no_lock() -> None:
             backend.done.set()
             minting.result(timeout=30)
     assert world.manager.report().num_graphs == 0
-
-
-# ---------------------------------------------------------------- C72
 
 
 @both_styles
@@ -208,9 +202,6 @@ def test_two_threads_capture_at_the_same_time() -> None:
         world.assert_right(outputs[index], world.expected(lens=buffers[index]))
 
 
-# ---------------------------------------------------------------- C68
-
-
 def test_a_plan_evicted_between_plan_for_and_pa_decode_is_refreshed_or_refused() -> None:
     """C68: refreshed while its lengths stand, refused once they moved; never silent."""
     world = World(warm=True)
@@ -321,9 +312,6 @@ def test_trim_from_another_thread_during_captures_gives_right_graphs_or_refusals
             del graph
             gc.collect()
     assert num_captured == 8
-
-
-# ---------------------------------------------------------------- hooks
 
 
 @both_styles
