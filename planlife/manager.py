@@ -77,8 +77,11 @@ class PlanManager:
     sinks). on_miss: what a class that was never minted does outside a capture phase: "fallback", "raise" or "mint".
     sanitize: "off", "count" or "raise": compare the tables with the lengths at every decode, also inside graphs.
 
-    Raises ConfigError where the configuration can never work, BackendUnavailableError where a named backend is not
-    here. Threads: every method may be called from any thread. Allocates: no buffer before the first capture phase.
+    Raises ConfigError where the configuration can never work (BudgetTooSmallError, which is a BudgetError too, for a
+    budget_bytes that holds not even one call), BackendUnavailableError where a named backend or device is not here.
+    After close() whatever would plan, decode or change something raises ClosedError. With sanitize="raise" every entry
+    point but report, release and close may raise StalePlanError about an earlier decode.
+    Threads: every method may be called from any thread. Allocates: no buffer before the first capture phase.
     """
 
     def __init__(
@@ -227,8 +230,10 @@ class PlanManager:
     def capture_phase(self) -> Iterator[PlanManager]:
         """The only place where plans are minted. Manager-wide: other threads may mint and capture meanwhile.
 
-        Seals at its end, also when left by an exception: from then on nothing compiles. May be re-opened, and nested.
-        Capture: not while recording. Syncs: no. Allocates: no.
+        Seals at its end, also when left by an exception: from then on nothing compiles, unless on_miss="mint". May be
+        re-opened, and nested.
+
+        Raises MintError while recording. Capture: no. Syncs: no. Allocates: no.
         """
         self._enter("capture_phase")
         if self._capture_id():
@@ -252,8 +257,9 @@ class PlanManager:
         Under a budget below the worst case every class is compiled and what fits stays resident; nothing is evicted
         to make room. Each mint is all or nothing; an exception leaves those before it usable.
 
-        Raises MintError outside a capture phase or while recording, CapacityError for rows beyond a ladder,
-        BudgetError when the allocator has no memory. Capture: no. Syncs: as the backend's compiles do. Allocates: yes.
+        Raises MintError outside a capture phase or while recording, ConfigError for what is no row count, CapacityError
+        for rows beyond a ladder, BudgetError when the allocator has no memory.
+        Capture: no. Syncs: as the backend's compiles do. Allocates: yes.
         """
         self._enter("warm")
         if self._capture_id():
@@ -289,7 +295,8 @@ class PlanManager:
         recording (in-graph style).
 
         Raises ConfigError for a bad step, MintError / RouteError where a plan is missing and nothing may replace it,
-        BudgetError in a capture phase without room. Capture: yes, records the refresh into the in-graph tables.
+        BudgetError without room in a capture phase or with on_miss="raise". Capture: yes, records the refresh into the
+        in-graph tables.
         Syncs: no. Allocates: not on a hit; on a miss as `on_miss` says, never while recording.
         """
         if not self._enabled:
@@ -858,8 +865,10 @@ class PlanManager:
         """Bind the pins of a capture that an engine opened itself to its graph object.
 
         Call it right after the capture, on the thread that captured, so that guard, replay and release know the graph.
-        Harmless for a capture that touched no plan, and when called again. Raises RouteError where there is no
-        finished capture.
+        Harmless for a capture that touched no plan, and when called again. Pins of an earlier capture into g go.
+
+        Raises RouteError where there is no finished capture, ConfigError for what is no graph. Capture: no. Syncs: no.
+        Allocates: no.
         """
         self._enter("adopt")
         record = self._graphs.adopted(g)
@@ -873,8 +882,11 @@ class PlanManager:
 
         Every plan that g reads needs a step of its site and ubatch, with the captured row count, length buffer and
         route; tables that g does not refresh itself must hold exactly the step's lengths. A dummy step empties such
-        tables instead. Raises StalePlanError naming graph, plan, field, found and wanted; RouteError for a graph this
-        manager does not know. Syncs: no. Allocates: no.
+        tables instead.
+
+        Raises StalePlanError naming graph, plan, field, found and wanted, RouteError while recording or for a graph
+        that this manager does not know, ConfigError for a bad step or what is no graph.
+        Capture: no. Syncs: no. Allocates: no.
         """
         self._enter("guard")
         try:
@@ -987,7 +999,7 @@ class PlanManager:
         """guard(g, *steps), then g.replay() on the current stream.
 
         Raises what guard raises, and StalePlanError with sanitize="raise" if a decode in g read stale tables.
-        Syncs: no. Allocates: no.
+        Capture: no. Syncs: no. Allocates: no.
         """
         self._check_open("replay")
         self.guard(g, *steps)
@@ -1001,7 +1013,11 @@ class PlanManager:
         self._raise_flags()
 
     def release(self, g: Graph) -> None:
-        """Promise that g is not replayed again: its pins go. Also automatic when g is reset or collected."""
+        """Promise that g is not replayed again: its pins go. Also automatic when g is reset or collected.
+
+        Nothing happens for a graph that is not known here, or no longer. Raises ConfigError for what is no graph.
+        Capture: yes. Syncs: no. Allocates: no.
+        """
         self._drain()
         record = self._graphs.of(g)
         if record is not None:
@@ -1025,7 +1041,7 @@ class PlanManager:
         return self._sizing.worst_case_bytes() if self._enabled else 0
 
     def min_budget_bytes(self) -> int:
-        """The largest need of one call: its pair of table sets and its arena."""
+        """The largest need of one call, its pair of table sets and its arena: the least budget_bytes. 0 when off."""
         return self._sizing.min_budget_bytes() if self._enabled else 0
 
     @staticmethod
@@ -1039,7 +1055,10 @@ class PlanManager:
     ) -> int:
         """worst_case_bytes() of a manager with these arguments, without a device.
 
-        num_compute_units: of the device meant: a GPU's SM or CU count, 256 for the CPU device.
+        num_compute_units: of the device meant: a GPU's SM or CU count, 256 for the CPU device. More than that where the
+        device makes the backend refuse a site: without a device nobody can ask, so its bytes are counted here.
+
+        Raises ConfigError, BackendUnavailableError. Capture: n/a. Syncs: no. Allocates: no.
         """
         specs, ladders = check_sites(sites, ladder)
         check_int("ubatches", ubatches, at_least=1)
@@ -1049,7 +1068,9 @@ class PlanManager:
     def trim(self, target_bytes: int) -> int:
         """Evict the least recently used plans and arenas until at most `target_bytes` are resident.
 
-        What graphs pin stays. Returns the bytes freed. Syncs: no. Allocates: no.
+        What graphs pin stays. Returns the bytes freed.
+
+        Raises ConfigError for what is no number of bytes. Capture: yes. Syncs: no. Allocates: no.
         """
         self._enter("trim")
         check_int("target_bytes", target_bytes, at_least=0)
@@ -1060,7 +1081,10 @@ class PlanManager:
         return freed_bytes
 
     def invalidate(self) -> None:
-        """Drop all marks and keep all addresses: after sleep/wake, a weight reload, or a move of the KV cache."""
+        """Drop all marks and keep all addresses: after sleep/wake, a weight reload, or a move of the KV cache.
+
+        Capture: yes. Syncs: no. Allocates: no.
+        """
         self._enter("invalidate")
         self._forget_fallbacks()
         for slot in self._slots.values():
@@ -1070,7 +1094,7 @@ class PlanManager:
                         tables.set_mark(None)
 
     def report(self) -> MemoryReport:
-        """What is held and what was done. Works after close()."""
+        """What is held and what was done. Works after close(). Capture: yes. Syncs: no. Allocates: no."""
         if not self._closed:
             self._drain()
             self._collect_flags(may_raise=False)
@@ -1136,6 +1160,7 @@ class PlanManager:
         """Call `callback(event)` for every event, outside all locks; returns a function that removes it.
 
         An exception in the callback is logged and dropped. The callback may call the manager.
+        Raises ConfigError for what cannot be called.
         """
         self._check_open("add_hook")
         if not callable(callback):
@@ -1145,7 +1170,7 @@ class PlanManager:
     def close(self) -> None:
         """Give every byte back. Idempotent. Live graphs lose their pins: they must not be replayed any more.
 
-        Raises RouteError while this thread's stream records.
+        Raises RouteError while this thread's stream records. Capture: no. Syncs: no. Allocates: no.
         """
         if self._closed:
             return
