@@ -20,7 +20,10 @@ KINDS = ("mint", "evict", "rematerialise", "pin", "release", "fallback", "refuse
 
 @dataclass(frozen=True)
 class Event:
-    """kind: one of KINDS. subject: the plan, arena or graph it is about. reason: why, in words."""
+    """kind: one of KINDS. subject: the plan, arena, graph, site, device or error it is about. reason: why, in words.
+
+    details: numbers that belong to the kind: num_bytes of a plan or an arena, rows and recorded of a fallback.
+    """
 
     kind: str
     subject: str

@@ -18,7 +18,7 @@ from .residency import Residency
 class GraphBook:
     """Owns: the records of all recorded graphs, and through them every pin. References no graph.
 
-    The caller holds the manager's lock around `pin`, `note_*`, `release` and `record_for`.
+    The caller holds the manager's lock around `pin`, `note_*`, `release`, `release_gone` and `record_for`.
     """
 
     def __init__(

@@ -34,7 +34,9 @@ class Read:
 
 
 class GraphRecord:
-    """Holds pins for a graph without referencing it: a graph that is dropped must be free to go.
+    """Holds pins for a graph without keeping it alive: a graph that is dropped must be free to go.
+
+    graph: the graph object, weakly; None until `bind`. released: its pins went; it is known no longer.
 
     Borrows: `holds`, everything the graph reads on our account, kept alive until the graph is gone.
     """

@@ -39,7 +39,8 @@ def _hold(owner: object) -> int | Callable[[], object] | None:
 class Mark:
     """Whose lengths are in a table set. Immutable; two marks are the same only if they are one object.
 
-    owner: how the step's owner is held. revision, rows, address, version: of the step and its length tensor.
+    owner: how the step's owner is held. step: the Step itself, weakly, for steps without an owner.
+    revision, rows, address, version: of the step and its length tensor.
     capture_id: the capture whose replay writes the tables, 0 for eager tables.
     lens: the length tensor itself, held, so that its address stays taken while the mark speaks of it.
     """
@@ -186,10 +187,14 @@ class Arena(Item):
 
 
 class StepPlan:
-    """One step's decision for one site: class, route, reason. Holds no buffers, no Step and no owner.
+    """One step's decision for one site: class, route, reason.
 
     route: "planned", "fallback" or "dummy"; reason: why not planned, else "". rows: the step's. class_rows: the class
     that serves them, None off the planned route. captured: made while a stream recorded (its tables are in-graph).
+    Read it and hand it to pa_decode; fields that are not named here are the manager's.
+
+    Borrows: the plan's tables, which an eviction takes away, and the owner, weakly where that is possible. It keeps the
+    step's length tensor alive, and never the Step.
     """
 
     __slots__ = (

@@ -1,4 +1,4 @@
-"""Bringing plans and arenas into memory, and out of it: mint, rematerialise, evict, pin, all or nothing."""
+"""Bringing plans and arenas into memory, and out of it: mint, rematerialise, evict, all or nothing."""
 
 from __future__ import annotations
 

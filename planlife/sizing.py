@@ -14,6 +14,7 @@ ALIGN_BYTES = 256
 
 
 def align(num_bytes: int) -> int:
+    """`num_bytes` rounded up to ALIGN_BYTES."""
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
@@ -69,6 +70,7 @@ class Sizing:
         )
 
     def lanes(self) -> list[str]:
+        """Names of all lanes, in the order of their sites."""
         return list(dict.fromkeys(spec.lane for spec in self._sites.values()))
 
     def worst_case_bytes(self) -> int:

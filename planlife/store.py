@@ -27,7 +27,8 @@ class Tombstone:
 class Store:
     """Resident items, least recently used first, under the ledger's budget; pinned ones are out of reach.
 
-    Owns: the items' residency. Buffers are allocated by the caller, between `choose_victims` and `place`.
+    Owns: the items' residency. tombstones: why an item is not resident, by key. Buffers are allocated by the caller,
+    between `choose_victims` and `place`.
     """
 
     def __init__(self, ledger: Ledger, free: Callable[[Any], None]) -> None:
