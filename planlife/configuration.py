@@ -24,7 +24,7 @@ def check_choice(what: str, value: object, known: tuple[str, ...]) -> None:
 def check_sites(
     sites: PlanSpec | Mapping[str, PlanSpec], ladder: CapacityLadder | Mapping[str, CapacityLadder]
 ) -> tuple[dict[str, PlanSpec], dict[str, CapacityLadder]]:
-    """Specs and ladders by site name."""
+    """Specs and ladders by site name. Raises ConfigError."""
     specs = {"default": sites} if isinstance(sites, PlanSpec) else dict(sites) if isinstance(sites, Mapping) else None
     if not specs or not all(type(site) is str and isinstance(spec, PlanSpec) for site, spec in specs.items()):
         raise ConfigError(f"sites must be a PlanSpec, or a non-empty mapping of names to PlanSpecs, got {sites!r}.")
@@ -40,7 +40,10 @@ def check_sites(
 
 
 def resolve_device(device: Any) -> Device:
-    """None, a name or a torch.device by torch; anything else must be a Device itself."""
+    """None, a name or a torch.device by torch; anything else must be a Device itself.
+
+    Raises BackendUnavailableError for a CUDA device, else ConfigError.
+    """
     if device is not None and not isinstance(device, str) and type(device).__module__ != "torch":
         return require_device(device)
     # Imported here: the lifecycle itself needs no torch.
@@ -50,7 +53,7 @@ def resolve_device(device: Any) -> Device:
 
 
 def resolve_backend(backend: str | Backend) -> Backend:
-    """A Backend, or the one of that name; BackendUnavailableError for those that are not here."""
+    """A Backend, or the one of that name; BackendUnavailableError for those that are not here, else ConfigError."""
     if isinstance(backend, str):
         if backend in ("triton", "aiter"):
             raise BackendUnavailableError(
@@ -66,7 +69,10 @@ def resolve_backend(backend: str | Backend) -> Backend:
 def resolve_fallback(
     fallback: str | FallbackFn | None, specs: Mapping[str, PlanSpec], device: Device
 ) -> FallbackFn | None:
-    """A callable, or the one of that name, which must be able to take every site (R30)."""
+    """A callable, or the one of that name, which must be able to take every site (R30).
+
+    Raises ConfigError, BackendUnavailableError for "triton".
+    """
     if fallback is None or callable(fallback):
         return fallback
     if fallback == "triton":

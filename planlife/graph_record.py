@@ -52,6 +52,7 @@ class GraphRecord:
         self.released = False
 
     def bind(self, graph: Graph) -> None:
+        """This record is that of `graph`."""
         self.graph = weakref.ref(graph)
 
     def forget_content(self) -> None:

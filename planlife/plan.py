@@ -86,6 +86,7 @@ class Mark:
         return None
 
     def held_owner(self) -> object:
+        """The owner, None if there was none or it is gone."""
         held = self.owner
         return held if held is None or isinstance(held, int) else held()
 
@@ -96,6 +97,7 @@ class Mark:
 
 
 def describe_owner(owner: object) -> str:
+    """An owner for a message."""
     if owner is None:
         return "no owner"
     if type(owner) is int:

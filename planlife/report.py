@@ -7,46 +7,32 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 
+@dataclass(slots=True)
 class Counters:
-    """Whole-life counts. `hits` is a plan_for that found its plan resident, whether it refreshed or skipped."""
+    """Whole-life counts.
 
-    NAMES = (
-        "mints",
-        "compiles",
-        "compiles_after_seal",
-        "refreshes",
-        "refreshes_skipped",
-        "hits",
-        "misses",
-        "evictions",
-        "rematerialised",
-        "releases",
-        "fallbacks",
-        "stale_detected",
-        "lengths_clamped",
-    )
-    __slots__ = NAMES
+    hits, misses: plan_for calls that found their plan resident (whether they refreshed or skipped), or did not.
+    fallbacks: plan_for calls, not layers. releases: graphs that are gone. stale_detected: refusals, and what the
+    sanitizer saw. lengths_clamped: seen by the sanitizer only.
+    """
 
-    def __init__(self) -> None:
-        for name in self.NAMES:
-            setattr(self, name, 0)
-
-    mints: int
-    compiles: int
-    compiles_after_seal: int
-    refreshes: int
-    refreshes_skipped: int
-    hits: int
-    misses: int
-    evictions: int
-    rematerialised: int
-    releases: int
-    fallbacks: int
-    stale_detected: int
-    lengths_clamped: int
+    mints: int = 0
+    compiles: int = 0
+    compiles_after_seal: int = 0
+    refreshes: int = 0
+    refreshes_skipped: int = 0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    rematerialised: int = 0
+    releases: int = 0
+    fallbacks: int = 0
+    stale_detected: int = 0
+    lengths_clamped: int = 0
 
     def to_dict(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in self.NAMES}
+        """All counts by name."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -97,9 +83,11 @@ class MemoryReport:
     excluded: dict[str, str]
 
     def to_dict(self) -> dict[str, Any]:
+        """All fields by name, plans and arenas as dicts."""
         return asdict(self)
 
     def to_json(self) -> str:
+        """to_dict() as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:

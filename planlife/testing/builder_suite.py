@@ -107,6 +107,7 @@ class BuilderAdapter(ABC):
         graph.replay()
 
     def close(self) -> None:
+        """Called once at the end of each scenario, also of one that failed."""
         self.manager.close()
 
 
