@@ -146,7 +146,7 @@ class _World:
         self.adapter = adapter
         self.generator = torch.Generator().manual_seed(seed)
         self.events: list[Event] = []
-        self.remove_hook = adapter.manager.add_hook(self.events.append)
+        adapter.manager.add_hook(self.events.append)
         for spec in (adapter.spec, adapter.draft_spec or adapter.spec):
             if spec.kv_layout == "packed" or spec.kv_dtype in FP8_DTYPES:
                 raise ValueError(

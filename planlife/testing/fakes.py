@@ -455,7 +455,7 @@ class FakeBackend:
 
     def table_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
         self._count("table_bytes")
-        return 16 * spec_capacity(spec, plan_rows, num_compute_units) + 12 * plan_rows
+        return _table_bytes(spec, plan_rows, num_compute_units)
 
     def scratch_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
         self._count("scratch_bytes")
@@ -472,7 +472,7 @@ class FakeBackend:
     def make_tables(self, spec: PlanSpec, plan_rows: int, num_compute_units: int, buffer: Any) -> FakePlan:
         self._count("make_tables")
         self._check_rows(plan_rows)
-        num_bytes = 16 * spec_capacity(spec, plan_rows, num_compute_units) + 12 * plan_rows
+        num_bytes = _table_bytes(spec, plan_rows, num_compute_units)
         if len(buffer) < num_bytes:
             raise AssertionError(f"make_tables got {len(buffer)} bytes, table_bytes said {num_bytes}")
         return FakePlan(spec, plan_rows, num_compute_units, buffer)
@@ -517,6 +517,10 @@ class FakeBackend:
         self._count("sanitize")
         kernel = partial(_sanitize, tables.spec, tables.plan_rows, num_rows)
         tables.buffer.device.launch(kernel, tables.buffer, context_lens, flags)
+
+
+def _table_bytes(spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
+    return 16 * spec_capacity(spec, plan_rows, num_compute_units) + 12 * plan_rows
 
 
 def _scratch_bytes(spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:

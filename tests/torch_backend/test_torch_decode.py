@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import types
+import weakref
 from typing import Any
 
 import pytest
@@ -367,9 +368,25 @@ def test_the_fallback_equals_the_reference(options):
 
 
 def test_the_fallback_bounds_its_scratch_by_going_on_in_row_ranges(monkeypatch):
+    """As little as its largest range needs, and none of it is left."""
     monkeypatch.setattr(torch_backend, "_FALLBACK_ROWS", 5)
     call = Call(make_spec(query_length=2), EDGE_LENS)
+    scratch_rows, scratches = [], []
+    scratch_bytes, decode = TorchBackend.scratch_bytes, TorchBackend.decode
+
+    def noting_scratch_bytes(self, spec, plan_rows, num_compute_units):
+        scratch_rows.append(plan_rows)
+        return scratch_bytes(self, spec, plan_rows, num_compute_units)
+
+    def noting_decode(self, tables, scratch, *rest):
+        scratches.append(weakref.ref(scratch))
+        decode(self, tables, scratch, *rest)
+
+    monkeypatch.setattr(TorchBackend, "scratch_bytes", noting_scratch_bytes)
+    monkeypatch.setattr(TorchBackend, "decode", noting_decode)
     call.assert_matches(fall_back(call))
+    assert scratch_rows == [5, 5, 2]
+    assert [scratch() for scratch in scratches] == [None] * 3
 
 
 def test_the_fallback_zeroes_query_rows_behind_the_lengths():
