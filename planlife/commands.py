@@ -28,7 +28,7 @@ def byte_count(text: str) -> int:
 def _in_options(message: str) -> str:
     """A refusal by the library, in the names that the command line has for its arguments."""
     for name, option in (("budget_bytes", "--budget"), ("memory_bytes", "--memory"), ("num_layers", "--layers")):
-        message = message.replace(name, option)
+        message = re.sub(rf"\b{name}\b", option, message)  # not within another name, as in min_budget_bytes
     return message
 
 
@@ -108,7 +108,7 @@ def planlife() -> None:
     "budget_bytes",
     type=byte_count,
     metavar="BYTES",
-    help="Budget for plans and scratch, such as 3MiB; their worst case unless given.",
+    help="Budget for plans and scratch, such as 100KiB; their worst case unless given.",
 )
 @click.pass_context
 def demo(ctx: click.Context, /, **options: Any) -> None:

@@ -111,6 +111,12 @@ def test_a_refusal_is_one_line_on_stderr_and_no_traceback(run_with, error, statu
     assert result.stdout == ""
 
 
+def test_a_refusal_names_options_as_they_are_and_leaves_longer_names_alone(run_with):
+    refusal = ConfigError("budget_bytes=1 cannot hold one call. Raise budget_bytes to min_budget_bytes().")
+    result, _ = run_with("demo", outcome=refusal)
+    assert result.stderr == "planlife: --budget=1 cannot hold one call. Raise --budget to min_budget_bytes().\n"
+
+
 def test_a_bug_keeps_its_traceback(run_with):
     result, _ = run_with("demo", outcome=ZeroDivisionError("a bug"))
     assert isinstance(result.exception, ZeroDivisionError)

@@ -59,7 +59,8 @@ class DemoResult:
         """Label and value of each line of the final table."""
         counts, report = self.counts, self.report
         counters = report.counters
-        refused = f" ({self.num_graphs_refused} sizes refused for lack of room)" if self.num_graphs_refused else ""
+        num_refused = self.num_graphs_refused
+        refused = f" ({num_refused} size{'s' * (num_refused != 1)} refused for lack of room)" if num_refused else ""
         rows = [
             ("capture style", self.style),
             ("graphs captured", f"{self.num_graphs:,}{refused}"),
