@@ -79,8 +79,8 @@ class PlanManager:
 
     Raises ConfigError where the configuration can never work (BudgetTooSmallError, which is a BudgetError too, for a
     budget_bytes that holds not even one call), BackendUnavailableError where a named backend or device is not here.
-    After close() whatever would plan, decode or change something raises ClosedError. With sanitize="raise" every entry
-    point but report, release and close may raise StalePlanError about an earlier decode.
+    After close() whatever would plan, decode or change something raises ClosedError; with sanitize="raise" it may raise
+    StalePlanError about an earlier decode.
     Threads: every method may be called from any thread. Allocates: no buffer before the first capture phase.
     """
 
