@@ -537,6 +537,9 @@ class PlanManager:
         plan = slot.plans[slot.ladder.max_rows]
         with plan.lock, self._lock:
             why = self._make_resident(slot, plan, mark)
+            if plan.pair is not None:
+                # What the tables hold was planned before this step: its parts must not take it for what came since.
+                (plan.pair.in_graph if mark.capture_id else plan.pair.eager).set_mark(None)
         if why is not None:
             return self._fall_back(slot, mark, why)
         # Each part is refreshed as it decodes: these marks are compared as objects, so the owner need not be held.

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from planlife import PlanManager, StalePlanError, Step
+from planlife import CapacityLadder, PlanManager, StalePlanError, Step
 
-from .world import MAX_PAGES, Owner, World, both_styles, small_spec
+from .world import BEFORE_REPLAY, MAX_PAGES, Owner, World, both_styles, small_spec
 
 
 @contextmanager
@@ -500,3 +500,29 @@ def test_inference_mode_tensors_work_throughout(style: str) -> None:
         for _ in range(3):
             world.set_lens(world.random_lens(8))
             world.assert_right(world.replay(graph, world.step(), style), world.expected())
+
+
+@both_styles
+def test_a_step_in_parts_after_a_step_of_the_top_class_decodes_its_own_lengths_in_inference_mode(style: str) -> None:
+    """Its first part begins where the earlier step's lengths began: planned before it, and not since."""
+    with torch.inference_mode():
+        world = World(ladder=CapacityLadder([4]), warm=True)
+        world.set_lens([300, 17, 512, 1, 5, 640, 0, 9])
+        if style == BEFORE_REPLAY:
+            world.manager.plan_for(Step(world.lens[:4], owner=1))
+            plan = world.manager.plan_for(Step(world.lens, owner=2))
+            for _ in range(2):
+                world.assert_right(world.decode(plan, world.query, world.output), world.expected())
+            world.manager.plan_for(Step(world.lens[:4], owner=3))
+            with pytest.raises(StalePlanError, match="planned since"):  # the control: this one came after it
+                world.decode(plan, world.query, world.output)
+        else:
+            with world.manager.graph() as earlier:
+                world.decode(world.manager.plan_for(Step(world.lens[:4], owner=1)))
+            with world.manager.graph() as graph:
+                plan = world.manager.plan_for(Step(world.lens, owner=2))
+                for _ in range(2):
+                    world.decode(plan, world.query, world.output)
+            graph.replay()
+            world.assert_right(world.output, world.expected())
+            del earlier
