@@ -3,17 +3,19 @@
 from .errors import (
     BackendUnavailableError,
     BudgetError,
+    BudgetTooSmallError,
     CapacityError,
     ClosedError,
     ConfigError,
     MintError,
     PlanlifeError,
     RouteError,
+    SecondStepError,
     StalePlanError,
 )
 from .ladder import CapacityLadder
 from .manager import PlanManager
-from .plan import StepPlan
+from .plan import OffPlan, StepPlan
 from .report import MemoryReport
 from .spec import PlanSpec, Step
 
@@ -22,16 +24,19 @@ __version__ = "0.1.0"
 __all__ = [
     "BackendUnavailableError",
     "BudgetError",
+    "BudgetTooSmallError",
     "CapacityError",
     "CapacityLadder",
     "ClosedError",
     "ConfigError",
     "MemoryReport",
     "MintError",
+    "OffPlan",
     "PlanManager",
     "PlanSpec",
     "PlanlifeError",
     "RouteError",
+    "SecondStepError",
     "StalePlanError",
     "Step",
     "StepPlan",

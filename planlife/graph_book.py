@@ -73,10 +73,12 @@ class GraphBook:
             elif capture_id:
                 record = self._by_capture.get(capture_id) or GraphRecord(capture_id)
         if record is None or record.released:
-            raise RouteError(
-                "adopt() found no finished capture for this graph: it is empty, its pins were released, or nothing on "
-                "this thread touched a plan since. Call it on the thread that captured, right after the capture has "
-                "ended."
+            raise self._announcer.refuse(
+                RouteError(
+                    "adopt() found no finished capture for this graph: it is empty, its pins were released, or nothing "
+                    "on this thread touched a plan since. Call it on the thread that captured, right after the "
+                    "capture has ended."
+                )
             )
         return record
 

@@ -286,6 +286,7 @@ class OffPlan:
     native = None
     segments = None
     item = None
+    tables = None
     mark = None
     captured = False
     parts = ()
@@ -305,3 +306,6 @@ class OffPlan:
     @property
     def ubatch(self) -> int:
         return int(self.slot.ubatch)
+
+    def __repr__(self) -> str:
+        return f"OffPlan(site={self.site!r}, ubatch={self.ubatch}, rows={self.rows})"

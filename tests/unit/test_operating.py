@@ -431,3 +431,34 @@ def test_scratch_of_ubatches_and_lanes_is_disjoint() -> None:
     ranges = sorted(seen.values())
     assert len(ranges) == 4
     assert all(first[1] <= second[0] for first, second in pairwise(ranges))
+
+
+def test_hooks_hear_of_refusals_at_every_entry_point() -> None:
+    world, other = FakeWorld(), FakeWorld()
+    world.warm()
+    other.warm()
+    heard: list[str] = []
+    world.manager.add_hook(lambda event: heard.append(event.reason) if event.kind == "refuse" else None)
+    with pytest.raises(RouteError, match="another PlanManager"):
+        world.decode(other.manager.plan_for(other.step([1, 2])))
+    with pytest.raises(RouteError, match="no finished capture"):
+        world.manager.adopt(world.device.new_graph())
+    with world.device.record(world.device.new_graph()):
+        with pytest.raises(MintError, match="capture_phase"), world.manager.capture_phase():
+            pass
+        with pytest.raises(RouteError, match="close"):
+            world.manager.close()
+    wanted = ("another PlanManager", "no finished capture", "capture_phase", "close")
+    assert len(heard) == len(wanted)
+    assert all(text in reason for text, reason in zip(wanted, heard, strict=True))
+
+
+def test_a_step_in_parts_counts_as_a_lookup_of_its_class() -> None:
+    world = FakeWorld(ladder=CapacityLadder([4]))
+    world.warm()
+    assert world.run([7] * 6) == [7] * 6
+    world.run([7] * 6)
+    assert (world.counters["hits"], world.counters["misses"]) == (2, 0)
+    world.manager.trim(0)
+    world.run([7] * 6)
+    assert (world.counters["hits"], world.counters["misses"]) == (2, 1)
