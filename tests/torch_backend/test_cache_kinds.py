@@ -290,13 +290,23 @@ def test_a_sink_counts_once_however_many_tasks_a_row_has():
     call.assert_matches(call.decode())
 
 
-@pytest.mark.parametrize("extreme", [-torch.inf, -1e30, 1e30])
-def test_extreme_sinks_take_all_the_weight_or_none(extreme):
-    call = KindCall((300, 0), sinks=True)
-    call.sinks.fill_(extreme)
-    call.assert_matches(call.decode()) if extreme < 0 else None
-    assert call.decode().isfinite().all()
-    assert (call.decode() == 0).all() == (extreme > 0)
+@pytest.mark.parametrize("low", [-torch.inf, -1e30])
+def test_a_sink_far_below_all_logits_changes_nothing(low):
+    call = KindCall((300, 0), kv_dtype="float32")
+    without = call.decode().clone()
+    assert torch.equal(call.decode(sinks=torch.full((4,), low)), without)
+
+
+def test_a_sink_far_above_all_logits_takes_all_the_weight():
+    call = KindCall((300, 0))
+    assert (call.decode(sinks=torch.full((4,), 1e30)) == 0).all()
+
+
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
+def test_empty_rows_are_zero_whatever_the_sinks_are(odd):
+    call = KindCall((300, 0, 1), query_length=2)
+    output = call.decode(sinks=torch.full((4,), odd))
+    assert (output[2:5] == 0).all()  # and the first query token of the row with one token
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
