@@ -10,7 +10,7 @@ from typing import Any
 
 from .device import Device
 from .errors import ConfigError
-from .spec import DTYPE_BYTES, PlanSpec
+from .spec import DTYPE_BYTES, QUERY_DTYPES, PlanSpec, dtype_name
 
 #: Caches are remembered one by one: a model has tens of them. An engine that makes new views for every call
 #: would fill the memory with dead ones, so it starts afresh at this many.
@@ -115,7 +115,7 @@ class CallChecker:
         if type(softmax_scale) is not float or softmax_scale != self._scale:
             self._check_softmax_scale(softmax_scale)
         if self._fp8 or key_scale is not None or value_scale is not None:
-            self._check_scales(key_scale, value_scale)
+            self._check_scales(key_cache.shape[0], key_scale, value_scale)
         if sinks is not None:
             self._check_sinks(sinks)
 
@@ -215,7 +215,7 @@ class CallChecker:
         if not (math.isfinite(number) and number > 0):
             raise self._refuse(what, value, "finite and > 0")
 
-    def _check_scales(self, key_scale: Any, value_scale: Any) -> None:
+    def _check_scales(self, num_pages: int, key_scale: Any, value_scale: Any) -> None:
         spec = self.spec
         for what, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
             if not self._fp8:
@@ -225,10 +225,23 @@ class CallChecker:
                 raise self._refuse(what, None, f"a {spec.scales} scale: the cache is {spec.kv_dtype}")
             elif hasattr(scale, "device"):
                 self._check_placed(what, scale, "float32")
+                self._check_scale_shape(num_pages, what, scale)
             elif spec.scales == "per_token":
                 raise self._refuse(what, _shown(scale), "a float32 tensor with one scale per token")
             else:
                 self._check_number(what, scale)
+
+    def _check_scale_shape(self, num_pages: int, what: str, scale: Any) -> None:
+        shape = tuple(scale.shape)
+        if self.spec.scales == "per_tensor":
+            if shape not in ((), (1,)):
+                raise self._refuse(f"{what}'s shape", list(shape), "[] or [1], one scale for the whole cache")
+            return
+        wanted = (num_pages, self.spec.num_kv_heads, self.spec.page_size)
+        if shape not in (wanted, (*wanted, 1)):
+            raise self._refuse(f"{what}'s shape", list(shape), f"{list(wanted)} or {[*wanted, 1]}, one scale per token")
+        if scale.stride()[2] != 1 and self.spec.page_size > 1:
+            raise self._refuse(f"{what}'s stride over tokens", scale.stride()[2], "1 (a contiguous token axis)")
 
     def _check_sinks(self, sinks: Any) -> None:
         if not hasattr(sinks, "shape") or tuple(sinks.shape) != (self.spec.num_q_heads,):
@@ -236,6 +249,8 @@ class CallChecker:
             raise self._refuse("sinks' shape", found, f"[{self.spec.num_q_heads}], one logit per query head")
         if str(sinks.device) != self._device.name:
             raise self._refuse("sinks' device", sinks.device, f"the manager's, {self._device.name}")
+        if dtype_name(sinks.dtype) not in QUERY_DTYPES:
+            raise self._refuse("sinks' dtype", sinks.dtype, f"one of {', '.join(QUERY_DTYPES)}")
 
 
 def _attributes(tensor: Any) -> object:

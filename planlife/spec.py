@@ -38,7 +38,8 @@ class PlanSpec:
     max_context_tokens: the longest context, MTP tokens included, that any step or replay may carry (R7). Longer
         lengths are clamped in the refresh.
     q_dtype, kv_dtype: torch dtypes or their names; kept as names.
-    kv_layout: "nhd" [pages, page, kv_heads, D], "hnd" [pages, kv_heads, page, D], "packed" (aiter's 5-D).
+    kv_layout: "nhd" [pages, page, kv_heads, D], "hnd" [pages, kv_heads, page, D], "packed": K [pages, kv_heads,
+        D/x, page, x], V [pages, kv_heads, page/x, D, x], or of FP8 also [pages, kv_heads, D, page], x = 16 bytes.
     scales: "none" for 16- and 32-bit caches; "per_tensor" or "per_token" for FP8 caches.
     query_length: query tokens per row (MTP verify: draft tokens + 1). Token p of Q sees keys
         [max(0, L-Q+1+p-W), max(0, L-Q+1+p)), L the row's length, W the window.

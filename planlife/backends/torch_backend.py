@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..kernels.torch_decode import decode_into
 from ..kernels.torch_planner import plan_into
 from ..planner import spec_capacity
-from ..spec import FP8_DTYPES, PlanSpec, check_int
+from ..spec import DTYPE_BYTES, PlanSpec, check_int
 from .base import FLAG_CLAMPED, FLAG_STALE
 
 #: In staged_lens: the tables were emptied on purpose, whatever the length buffer says.
@@ -65,10 +65,12 @@ class TorchBackend:
 
     def refuse_spec(self, spec: PlanSpec, device: Any) -> Sequence[str]:
         reasons = []
-        if spec.kv_layout == "packed":
-            reasons.append("the torch backend does not read kv_layout='packed'; use 'nhd' or 'hnd'")
-        if spec.kv_dtype in FP8_DTYPES:
-            reasons.append(f"the torch backend does not read {spec.kv_dtype} caches; use a 16- or 32-bit one")
+        pack = 16 // DTYPE_BYTES[spec.kv_dtype]
+        if spec.kv_layout == "packed" and (spec.head_dim % pack or spec.page_size % pack):
+            reasons.append(
+                f"the torch backend does not read kv_layout='packed' with head_dim {spec.head_dim} and page_size "
+                f"{spec.page_size}: a packed {spec.kv_dtype} cache has both in multiples of {pack}; use 'nhd' or 'hnd'"
+            )
         if spec.max_partitions is not None and spec.max_partitions > device.num_compute_units:
             reasons.append(
                 f"max_partitions={spec.max_partitions} is above the {device.num_compute_units} compute units "
@@ -128,14 +130,11 @@ class TorchBackend:
         value_scale: Any,
         sinks: Any,
     ) -> None:
-        if key_scale is not None or value_scale is not None or sinks is not None:
-            raise ConfigError(
-                "the torch backend takes neither key_scale, value_scale nor sinks yet: leave them None, or "
-                "choose a backend that takes them."
-            )
         spec = tables.spec
-        if spec.kv_layout == "hnd":
-            key_cache, value_cache = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
+        for what, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
+            if (scale is None) != (spec.scales == "none"):
+                found = "None" if scale is None else "given"
+                raise ConfigError(f"{what} is {found}, but a {spec.kv_dtype} cache takes scales={spec.scales!r}.")
         decode_into(
             output,
             query,
@@ -147,6 +146,9 @@ class TorchBackend:
             work_info=tables.work_info,
             reduce_info=tables.reduce_info,
             scratch=scratch,
+            key_scale=_on_host_as_float(key_scale),
+            value_scale=_on_host_as_float(value_scale),
+            sinks=sinks,
         )
 
     def sanitize(self, tables: TorchPlan, context_lens: torch.Tensor, num_rows: int, flags: torch.Tensor) -> None:
@@ -161,6 +163,11 @@ class TorchBackend:
         is_stale = (planned != wanted).any() & (tables.staged_lens != _EMPTIED).all()
         flags[FLAG_STALE].add_(is_stale)
         flags[FLAG_CLAMPED].add_((lens > max_tokens).sum())
+
+
+def _on_host_as_float(scale: Any) -> torch.Tensor | float | None:
+    """A host number as a float; a tensor as it is, because converting it would read it back."""
+    return scale if scale is None or isinstance(scale, torch.Tensor) else float(scale)
 
 
 def dense_fallback(

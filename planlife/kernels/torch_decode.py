@@ -23,6 +23,51 @@ _TINY = 2.0**-149
 _ROW_KEY = 1 << 32  # above any tile number
 
 
+class _Cache:
+    """K or V of the pool, read token by token in any layout and dtype. Never copied whole.
+
+    Borrows: the cache and its scale, whose views these are.
+    """
+
+    def __init__(
+        self, cache: torch.Tensor, scale: torch.Tensor | float | None, spec: PlanSpec, *, is_key: bool
+    ) -> None:
+        self._pack = 0  # tokens that lie together in a transposed V; 0: the page is one axis
+        if spec.kv_layout == "hnd":
+            cache = cache.transpose(1, 2)
+        elif spec.kv_layout == "packed":
+            if is_key:
+                cache = cache.permute(0, 3, 1, 2, 4)
+            elif cache.dim() == 4:
+                cache = cache.permute(0, 3, 1, 2)
+            else:
+                self._pack = cache.shape[4]
+                cache = cache.permute(0, 2, 4, 1, 3)
+        self._tokens = cache
+        self._per_token = spec.scales == "per_token"
+        if isinstance(scale, torch.Tensor):
+            if not self._per_token:
+                scale = scale.view(1, 1, 1)
+            else:
+                scale = (scale[..., 0] if scale.dim() == 4 else scale).transpose(1, 2)
+        self._scale = scale
+
+    def gather(self, pages: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """As stored, without the scale: float32[rows, tokens, kv_heads, head_dim]. pages: [rows, tokens]."""
+        if self._pack:
+            outer = torch.div(offsets, self._pack, rounding_mode="floor")
+            tokens = self._tokens[pages, outer, offsets % self._pack]
+        else:
+            tokens = self._tokens[pages, offsets]
+        return tokens.float().flatten(3)
+
+    def scale_of(self, pages: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor | float | None:
+        """[rows, tokens, kv_heads], or what broadcasts to it, or one number for all; None without scales."""
+        if isinstance(self._scale, torch.Tensor) and self._per_token:
+            return self._scale[pages, offsets]
+        return self._scale
+
+
 class _Partials:
     """Per-slot softmax state as FP32 views of the scratch arena, merged into chunk by chunk.
 
@@ -56,8 +101,8 @@ class _Partials:
 def decode_into(
     output: torch.Tensor,
     query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
     block_tables: torch.Tensor,
     softmax_scale: float,
     *,
@@ -65,13 +110,19 @@ def decode_into(
     work_info: torch.Tensor,
     reduce_info: torch.Tensor,
     scratch: torch.Tensor,
+    key_scale: torch.Tensor | float | None = None,
+    value_scale: torch.Tensor | float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Decode the tasks of a plan; rows without tasks become exact zeros.
 
     output, query: [R * query_length, q_heads, head_dim], R at most the plan's rows.
-    keys, values: [pages, page, kv_heads, head_dim], any strides.
+    key_cache, value_cache: in the spec's layout, any strides.
     block_tables: int32[>= rows with tasks, columns]; entries outside a row's planned tokens are never used.
     work_info: int32[capacity, 4]. reduce_info: int32[rows, 2]. scratch: uint8, contents undefined.
+    key_scale, value_scale: per_tensor a number or float32 of one element, per_token float32[pages, kv_heads, page] or
+        [..., 1]; what tokens outside a row's have is never used. K's multiplies logits, V's the values.
+    sinks: float[q_heads]: a logit with value 0 that every query token sees which sees anything.
 
     Capture: yes. Syncs: no. Allocates: temporaries through torch, bounded whatever the context.
     """
@@ -82,13 +133,17 @@ def decode_into(
     if not rows:
         return
     plan = _ReadPlan(work_info, reduce_info)
+    keys = _Cache(key_cache, key_scale, spec, is_key=True)
+    values = _Cache(value_cache, value_scale, spec, is_key=False)
     partials = _Partials(scratch, heads, work_info.shape[0], length * group, spec.head_dim)
     scaled = query[: rows * length].float() * softmax_scale
     scaled = scaled.reshape(rows, length, heads, group, spec.head_dim).transpose(1, 2)
     table_tokens = min(block_tables.shape[1] * spec.page_size, spec.max_context_tokens)
     for row_range, tile_range in _chunks(rows, -(-table_tokens // TILE_TOKENS), spec):
         _attend(partials, plan, scaled, keys, values, block_tables, row_range, tile_range, spec)
-    merged = plan.reduce(partials, rows)
+    if sinks is not None:
+        sinks = sinks.float().view(heads, group).repeat(1, length)
+    merged = plan.reduce(partials, rows, sinks)
     merged = merged.view(heads, rows, length, group, spec.head_dim).permute(1, 2, 0, 3, 4)
     output[: rows * length].copy_(merged.reshape(rows * length, spec.num_q_heads, spec.head_dim))
 
@@ -125,16 +180,24 @@ class _ReadPlan:
         covered = self.owned[slot] & (task[..., 0] == row) & (task[..., 1] <= tile) & (tile < task[..., 2])
         return slot, torch.where(covered, task[..., 3], 0)
 
-    def reduce(self, partials: _Partials, rows: int) -> torch.Tensor:
-        """Merge the partials of each row's slots: [kv_heads, rows, query rows, head_dim], 0 without any."""
+    def reduce(self, partials: _Partials, rows: int, sinks: torch.Tensor | None) -> torch.Tensor:
+        """Merge the partials of each row's slots: [kv_heads, rows, query rows, head_dim], 0 without any.
+
+        sinks: [kv_heads, query rows].
+        """
         num_kv_heads, _, query_rows, head_dim = partials.output.shape
         # Slots of no row, or of a row that nobody asked for, hold empty partials: row 0 may take them.
         owners = torch.where(self.owners < rows, self.owners, 0)
         row_max = partials.max_logits.new_full((num_kv_heads, rows, query_rows), -torch.inf)
         row_max.scatter_reduce_(1, owners[None, :, None].expand_as(partials.max_logits), partials.max_logits, "amax")
+        if sinks is not None:
+            # A row that sees nothing stays at -inf, and so at zero.
+            row_max = torch.where(row_max == -torch.inf, row_max, torch.maximum(row_max, sinks[:, None]))
         weight = _weight(partials.max_logits, row_max[:, owners])
         sums = row_max.new_zeros(num_kv_heads, rows, query_rows)
         sums.index_add_(1, owners, weight * partials.exp_sums)
+        if sinks is not None:
+            sums += torch.exp(sinks[:, None] - row_max)
         merged = row_max.new_zeros(num_kv_heads, rows, query_rows, head_dim)
         merged.index_add_(1, owners, weight[..., None] * partials.output)
         return torch.where((row_max == -torch.inf)[..., None], 0.0, merged / sums[..., None])
@@ -144,15 +207,15 @@ def _attend(
     partials: _Partials,
     plan: _ReadPlan,
     scaled_query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: _Cache,
+    values: _Cache,
     block_tables: torch.Tensor,
     rows: range,
     tiles: range,
     spec: PlanSpec,
 ) -> None:
     """Merge the tokens of `tiles` of `rows` into the partials of the slots that cover them."""
-    num_rows, num_tiles, device = len(rows), len(tiles), keys.device
+    num_rows, num_tiles, device = len(rows), len(tiles), scaled_query.device
     slot, row_length = plan.cover(rows, tiles)
     slots = slot.flatten()
     lengths = row_length[..., None].expand(-1, -1, TILE_TOKENS).flatten(1)
@@ -163,10 +226,15 @@ def _attend(
     # Masked before it is used as an index: an entry past the row's pages may be anything.
     pages = torch.where(held, pages, 0).to(torch.int64)
     offsets = positions - columns * spec.page_size
-    k = keys[pages, offsets].float().permute(0, 2, 3, 1)  # [rows, kv_heads, head_dim, tokens]
-    v = values[pages, offsets].float().transpose(1, 2)  # [rows, kv_heads, tokens, head_dim]
+    k = keys.gather(pages, offsets).permute(0, 2, 3, 1)  # [rows, kv_heads, head_dim, tokens]
+    v = values.gather(pages, offsets).transpose(1, 2)  # [rows, kv_heads, tokens, head_dim]
     query = scaled_query[rows.start : rows.stop].flatten(2, 3)  # [rows, kv_heads, query rows, head_dim]
     scores = torch.matmul(query, k)
+    k_scale, v_scale = keys.scale_of(pages, offsets), values.scale_of(pages, offsets)
+    if k_scale is not None:
+        scores = scores * (k_scale.transpose(1, 2)[:, :, None] if isinstance(k_scale, torch.Tensor) else k_scale)
+    if v_scale is not None:
+        v = v * (v_scale.transpose(1, 2)[..., None] if isinstance(v_scale, torch.Tensor) else v_scale)
     scores = scores.view(num_rows, spec.num_kv_heads, spec.query_length, spec.group_size, -1)
 
     tokens = torch.arange(spec.query_length, device=device)[:, None]

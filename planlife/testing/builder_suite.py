@@ -150,7 +150,7 @@ class _World:
         for spec in (adapter.spec, adapter.draft_spec or adapter.spec):
             if spec.kv_layout == "packed" or spec.kv_dtype in FP8_DTYPES:
                 raise ValueError(
-                    f"the suite compares with reference_decode, which reads no {spec.kv_layout} {spec.kv_dtype} cache. "
+                    f"the suite makes no {spec.kv_layout} {spec.kv_dtype} cache. "
                     "Give the builder a manager over a 16- or 32-bit 'nhd' or 'hnd' cache for this test."
                 )
         self.longest = min(adapter.spec.max_context_tokens - adapter.draft_passes, _LONGEST_TOKENS)

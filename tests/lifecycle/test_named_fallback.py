@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +14,11 @@ from .world import small_spec
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("site", [{"kv_layout": "packed"}, {"kv_dtype": "float8_e4m3fn", "scales": "per_token"}])
+@pytest.mark.parametrize("site", [{"head_dim": 12}, {"page_size": 4}])
 def test_a_named_fallback_that_cannot_read_a_site_is_refused_at_construction(site: Any, enabled: bool) -> None:
     """R30: not by the first step that needs it."""
     options: dict[str, Any] = {"ladder": CapacityLadder([2]), "device": FakeDevice(), "enabled": enabled}
-    sites = {"main": small_spec(max_partitions=4096), "odd": small_spec(**site)}
+    sites = {"main": small_spec(max_partitions=4096), "odd": replace(small_spec(kv_layout="packed"), **site)}
     with pytest.raises(ConfigError, match="fallback='torch' cannot serve site 'odd': the torch backend does not read"):
         PlanManager(sites, backend=FakeBackend(), fallback="torch", **options)
     PlanManager(sites["main"], backend=FakeBackend(), fallback="torch", **options).close()  # positive control

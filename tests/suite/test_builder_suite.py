@@ -443,9 +443,9 @@ def test_a_builder_without_drafts_ubatches_or_dummies_skips_their_scenarios() ->
     assert check_builder(lambda: Plain(Builder), num_steps=2) == ["replayed", "eager", "mixed"]
 
 
-def test_a_cache_that_the_reference_cannot_read_is_refused_at_once() -> None:
+def test_a_cache_that_the_suite_cannot_make_is_refused_at_once() -> None:
     spec = replace(SPEC, kv_dtype="float8_e4m3fn", scales="per_tensor")
-    with pytest.raises(ValueError, match="reads no nhd float8_e4m3fn cache"):
+    with pytest.raises(ValueError, match="makes no nhd float8_e4m3fn cache"):
         run_scenario("eager", lambda: Adapter(Builder, spec, enabled=False), num_steps=1)
 
 

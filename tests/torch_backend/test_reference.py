@@ -49,5 +49,5 @@ def test_both_layouts_are_the_same_cache():
     nhd = reference_decode(query, keys, values, *rest)
     hnd = reference_decode(query, keys.transpose(1, 2), values.transpose(1, 2), *rest, kv_layout="hnd")
     assert torch.equal(nhd, hnd)
-    with pytest.raises(ValueError, match="packed"):
-        reference_decode(query, keys, values, *rest, kv_layout="packed")
+    with pytest.raises(ValueError, match="must be 'nhd', 'hnd' or 'packed', got 'dhn'"):
+        reference_decode(query, keys, values, *rest, kv_layout="dhn")

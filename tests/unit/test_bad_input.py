@@ -328,6 +328,7 @@ BAD_CALLS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     },
     "sinks": (bad_value(sinks=FakeTensor(3, "float32")), r"sinks' shape is \[3\], wanted \[4\]"),
     "sinks list": (bad_value(sinks=[1.0] * 4), "sinks' shape is "),
+    "sinks dtype": (bad_value(sinks=FakeTensor(4, "int32")), "sinks' dtype is int32, wanted one of bfloat16, "),
     "sinks device": (bad_value(sinks=FakeTensor(4, "float32", "cpu")), "sinks' device is cpu"),
 }
 
@@ -364,6 +365,8 @@ BAD_SCALES: list[tuple[str, Any, str]] = [
     *[("per_token", value, "a float32 tensor") for value in (1.0, [1.0])],
     *[(kind, FakeTensor(1, "float16"), "float32") for kind in ("per_tensor", "per_token")],
     *[(kind, FakeTensor(1, "float32", "cpu"), "device is cpu") for kind in ("per_tensor", "per_token")],
+    ("per_tensor", FakeTensor(2, "float32"), r"shape is \[2\], wanted \[\] or \[1\]"),
+    ("per_token", FakeTensor(1, "float32"), r"shape is \[1\], wanted .*, one scale per token"),
 ]
 
 
@@ -373,8 +376,10 @@ def test_a_scale_that_gives_masked_tokens_weight_is_refused(kind: str, scale: An
     """C38."""
     world = warmed(sites=spec(scales=kind, **FP8))
     plan = world.manager.plan_for(world.step([3, 4]))
-    good: Any = FakeTensor(1, "float32")
-    call = {**world.call(2), "key_scale": good, "value_scale": good}
+    call = world.call(2)
+    pages, page, heads, _ = call["key_cache"].shape
+    good: Any = FakeTensor(1 if kind == "per_tensor" else (pages, heads, page), "float32")
+    call |= {"key_scale": good, "value_scale": good}
     world.manager.pa_decode(plan, **call)  # positive control
     watch = Watch(world)
     with pytest.raises(ConfigError, match=f"{name}.*{message}"):

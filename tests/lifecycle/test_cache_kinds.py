@@ -1,0 +1,148 @@
+"""Every kind of cache through a manager: captured once, replayed for steps with lengths and scales of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from planlife import CapacityLadder, ConfigError, StepPlan
+from planlife.backends.torch_backend import TorchBackend
+from planlife.testing import reference_decode
+
+from ..cache_layouts import LAYOUTS, lay_out
+from .world import PAGE, World, both_styles, small_spec
+
+FP8 = ("float8_e4m3fn", "float8_e4m3fnuz")
+KINDS = [
+    (layout, kv_dtype, scales)
+    for layout in LAYOUTS
+    for kv_dtype, scales in (
+        ("bfloat16", "none"),
+        *((name, kind) for name in FP8 for kind in ("per_tensor", "per_token")),
+    )
+    if kv_dtype in FP8 or layout != "packed, plain V"
+]
+
+
+class KindWorld(World):
+    """A World whose caches are of any kind, with scales and sinks in persistent device buffers.
+
+    The page that nobody owns has NaN scales.
+    """
+
+    def __init__(self, layout: str, kv_dtype: str, scales: str, **options: Any) -> None:
+        spec = small_spec(kv_layout=LAYOUTS[layout][0], kv_dtype=kv_dtype, scales=scales)
+        super().__init__(sites={"default": spec}, **options)
+        dtype = getattr(torch, kv_dtype)
+        self.nhd = self.key_cache.to(dtype), self.value_cache.to(dtype)
+        self.key_cache, self.value_cache = lay_out(*self.nhd, layout)
+        self.sinks = torch.randn(spec.num_q_heads, generator=self.generator)
+        self.scales: dict[str, torch.Tensor] = {}
+        if scales != "none":
+            shape = (1,) if scales == "per_tensor" else (self.nhd[0].shape[0], spec.num_kv_heads, PAGE)
+            for name in ("key_scale", "value_scale"):
+                self.scales[name] = torch.rand(shape, generator=self.generator) + 0.25
+                if scales == "per_token":
+                    self.scales[name][0] = torch.nan
+
+    def decode(
+        self,
+        plan: StepPlan,
+        query: torch.Tensor | None = None,
+        output: torch.Tensor | None = None,
+        tables: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        rows = max(plan.rows, plan.class_rows or 0)
+        result: torch.Tensor = self.manager.pa_decode(
+            plan,
+            self.output[:rows] if output is None else output,
+            self.query[:rows] if query is None else query,
+            self.key_cache,
+            self.value_cache,
+            self.tables if tables is None else tables,
+            self.spec.head_dim**-0.5,
+            sinks=self.sinks,
+            **self.scales,
+        )
+        return result
+
+    def dense(self, rows: int) -> torch.Tensor:
+        """float64: the dense answer for what is in the buffers now."""
+        return reference_decode(
+            self.query[:rows],
+            *self.nhd,
+            self.tables,
+            self.lens[:rows],
+            self.spec.head_dim**-0.5,
+            sinks=self.sinks,
+            **self.scales,
+        )
+
+
+@pytest.mark.parametrize(("layout", "kv_dtype", "scales"), KINDS)
+@both_styles
+def test_replays_decode_the_lengths_scales_and_sinks_of_their_own_step(
+    layout: str, kv_dtype: str, scales: str, style: str
+) -> None:
+    world = KindWorld(layout, kv_dtype, scales, warm=True)
+    world.set_lens(world.random_lens(4))
+    g = world.capture(world.step(4), style)
+    before = None
+    for _step in range(3):
+        world.set_lens([300, *world.random_lens(3)])
+        world.sinks.normal_(generator=world.generator)
+        for scale in world.scales.values():
+            scale.mul_(1.5)
+        output = world.replay(g, world.step(4), style)[:4]
+        world.assert_right(output, world.dense(4))
+        if before is not None:  # positive control
+            world.assert_wrong(output, before)
+        before = world.dense(4)
+
+
+@pytest.mark.parametrize("kv_dtype", FP8)
+@pytest.mark.parametrize("how", ["segments", "parts", "fallback"])
+def test_scales_and_sinks_reach_every_way_that_a_step_can_take(kv_dtype: str, how: str) -> None:
+
+    options: dict[str, Any] = {
+        "segments": {"backend": TorchBackend(max_plan_rows=3)},
+        "parts": {"ladder": CapacityLadder([4])},
+        "fallback": {"enabled": False, "fallback": "torch"},
+    }[how]
+    world = KindWorld("packed", kv_dtype, "per_token", warm=how != "fallback", **options)
+    world.set_lens([300, 0, 17, 256, 1, 40, 0, 500])
+    plan = world.manager.plan_for(world.step(8))
+    output = world.decode(plan)
+    assert plan.route == ("fallback" if how == "fallback" else "planned")
+    assert (len(plan.segments or ()) > 1) == (how != "fallback")
+    assert bool(plan.parts) == (how == "parts")
+    world.assert_right(output, world.dense(8))
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "message"),
+    [
+        (
+            "key_scale",
+            torch.ones(160, 2, 8),
+            r"key_scale's shape is \[160, 2, 8\], wanted \[160, 2, 16\] or \[160, 2, 16, 1\]",
+        ),
+        ("value_scale", torch.ones(160, 16, 2).transpose(1, 2), "value_scale's stride over tokens is 2, wanted 1"),
+        ("value_scale", torch.ones(1), r"value_scale's shape is \[1\], wanted .* one scale per token"),
+    ],
+)
+def test_scales_that_do_not_fit_the_cache_are_refused_before_any_launch(
+    name: str, scale: torch.Tensor, message: str
+) -> None:
+    world = KindWorld("packed", FP8[0], "per_token", warm=True)
+    world.set_lens([300, 17])
+    plan = world.manager.plan_for(world.step(2))
+    world.scales = {key: value[..., None] for key, value in world.scales.items()}
+    world.assert_right(world.decode(plan)[:2], world.dense(2))  # positive control
+    world.scales[name] = scale
+    world.output.fill_(torch.nan)
+    with pytest.raises(ConfigError, match=message):
+        world.decode(plan)
+    assert world.output.isnan().all()
