@@ -108,17 +108,20 @@ class Device(Protocol):
         ...
 
 
-_MEMBERS = tuple(sorted({*Device.__annotations__, *(name for name in vars(Device) if name[0] != "_")}))
+def require_members(what: str, thing: object, protocol: type) -> None:
+    """ConfigError unless `thing` is an object with all members of `protocol`; names the missing ones."""
+    if isinstance(thing, type):
+        raise ConfigError(f"{what} must be a name or an object, got the class {thing.__name__}: call it.")
+    members = sorted({*protocol.__annotations__, *(name for name in vars(protocol) if name[0] != "_")})
+    missing = [name for name in members if not hasattr(thing, name)]
+    if missing:
+        raise ConfigError(
+            f"{what} must be a name or an object with the members of {protocol.__module__}.{protocol.__name__}; "
+            f"{type(thing).__name__} lacks {', '.join(missing)}."
+        )
 
 
 def require_device(device: object) -> Device:
-    """`device` if it has all of Device's members, else a ConfigError that names the missing ones."""
-    if isinstance(device, type):
-        raise ConfigError(f'device must be "cpu" or an object, got the class {device.__name__}: call it.')
-    missing = [name for name in _MEMBERS if not hasattr(device, name)]
-    if missing:
-        raise ConfigError(
-            f'device must be "cpu" or an object with the methods of planlife.device.Device; '
-            f"{type(device).__name__} lacks {', '.join(missing)}."
-        )
+    """`device` if it is an object with all of Device's members, else a ConfigError that names the missing ones."""
+    require_members("device", device, Device)
     return cast(Device, device)

@@ -163,5 +163,8 @@ def resolve_device(device: object = None) -> Device:
             raise BackendUnavailableError(
                 f'device {str(device)!r} is not served: this release serves CPU only. Pass device="cpu".'
             )
-        raise ConfigError(f'device must be "cpu" or an object with the methods of Device, got {str(device)!r}.')
+        raise ConfigError(
+            'device must be a name or an object with the members of planlife.device.Device; the only name here is "cpu", '
+            f"got {str(device)!r}."
+        )
     return require_device(device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
-from ..errors import ConfigError
+from ..device import require_members
 from ..spec import PlanSpec
 
 #: One table set as the backend sees it. torch, triton and aiter's have `.work_info int32[capacity, 4]` and
@@ -80,17 +80,7 @@ class Backend(Protocol):
         ...
 
 
-_MEMBERS = tuple(sorted({*Backend.__annotations__, *(name for name in vars(Backend) if name[0] != "_")}))
-
-
 def require_backend(backend: object) -> Backend:
     """`backend` if it is an object with all of Backend's members, else a ConfigError that names the missing ones."""
-    if isinstance(backend, type):
-        raise ConfigError(f"backend must be a name or an object, got the class {backend.__name__}: call it.")
-    missing = [name for name in _MEMBERS if not hasattr(backend, name)]
-    if missing:
-        raise ConfigError(
-            f"backend must be a name or an object with the members of planlife.backends.base.Backend; "
-            f"{type(backend).__name__} lacks {', '.join(missing)}."
-        )
+    require_members("backend", backend, Backend)
     return cast(Backend, backend)
