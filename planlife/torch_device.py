@@ -164,7 +164,7 @@ def resolve_device(device: object = None) -> Device:
                 f'device {str(device)!r} is not served: this release serves CPU only. Pass device="cpu".'
             )
         raise ConfigError(
-            'device must be a name or an object with the members of planlife.device.Device; the only name here is "cpu", '
-            f"got {str(device)!r}."
+            "device must be a name or an object with the members of planlife.device.Device; the only name here is "
+            f'"cpu", got {str(device)!r}.'
         )
     return require_device(device)
