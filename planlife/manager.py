@@ -24,7 +24,7 @@ from .errors import (
 from .events import Announcer, Event, logger
 from .graph_book import GraphBook
 from .graph_record import GraphRecord, Read
-from .item import Item, State
+from .item import State
 from .ladder import CapacityLadder
 from .plan import Arena, Mark, OffPlan, Pair, Plan, Segment, StepPlan, Tables, describe_owner
 from .report import ArenaLine, Counters, MemoryReport, PlanLine
@@ -1142,7 +1142,7 @@ class PlanManager:
                         plan.state.value,
                         plan.num_bytes,
                         plan.num_pins,
-                        self._note_of(plan),
+                        self._residency.tombstone_of(plan),
                     )
                     for plan in plans
                     if plan.state is not State.ABSENT
@@ -1154,7 +1154,7 @@ class PlanManager:
                         arena.state.value,
                         arena.num_bytes,
                         arena.num_pins,
-                        self._note_of(arena),
+                        self._residency.tombstone_of(arena),
                     )
                     for (_, lane, ubatch), arena in arenas.items()
                     if arena.state is not State.ABSENT
@@ -1162,9 +1162,6 @@ class PlanManager:
                 counters=counters,
                 excluded=self._excluded(),
             )
-
-    def _note_of(self, item: Item) -> str:
-        return self._residency.tombstone_of(item)
 
     def _excluded(self) -> dict[str, str]:
         excluded = {"compiled code": "what the backend's compiler and loader keep per specialisation"}

@@ -428,15 +428,21 @@ class _Run:
         if capture:
             self._replay(where, capture, [metadata], [all_lens], before)
         else:
-            batch = world.batch(spec, rows)
-            world.fill(batch)
-            with _named(where):
-                world.decode(metadata, batch)
-            world.compare(where, batch, all_lens, self.last)
-            self.check_planned(where, before, 1, eager=True)
+            self._decode_eagerly(where, spec, metadata, rows, all_lens, before)
         self.last = {"the step before": all_lens}
         if drafts and not in_graph:
             self._draft(number, metadata, lens, rows, capture)
+
+    def _decode_eagerly(
+        self, where: str, spec: PlanSpec, metadata: Any, rows: int, lens: list[int], before: tuple[int, int]
+    ) -> None:
+        """All layers of one batch outside a graph, compared, and planned exactly once."""
+        batch = self.world.batch(spec, rows)
+        self.world.fill(batch)
+        with _named(where):
+            self.world.decode(metadata, batch)
+        self.world.compare(where, batch, lens, self.last)
+        self.check_planned(where, before, 1, eager=True)
 
     def _replay(
         self, where: str, capture: _Capture, metadata: list[Any], lens: list[list[int]], before: tuple[int, int]
@@ -467,7 +473,7 @@ class _Run:
 
     def _draft(self, number: int, metadata: Any, lens: list[int], rows: int, capture: _Capture | None) -> None:
         """Draft passes: eagerly after an eager step, and through its graph after a replay if the graph fits them."""
-        adapter, world = self.adapter, self.world
+        adapter = self.adapter
         spec = adapter.draft_spec or adapter.spec
         through_graph = capture if adapter.draft_spec is None and adapter.spec.query_length == 1 else None
         before_lens = [*lens, *[adapter.padding_tokens] * (rows - len(lens))]
@@ -483,12 +489,7 @@ class _Run:
             if through_graph:
                 self._replay(where, through_graph, [metadata], [all_lens], before)
             else:
-                batch = world.batch(spec, rows)
-                world.fill(batch)
-                with _named(where):
-                    world.decode(metadata, batch)
-                world.compare(where, batch, all_lens, self.last)
-                self.check_planned(where, before, 1, eager=True)
+                self._decode_eagerly(where, spec, metadata, rows, all_lens, before)
             before_lens = all_lens
         self.last = {"the last draft pass": before_lens}
 

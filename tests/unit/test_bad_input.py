@@ -204,8 +204,10 @@ BAD_MANAGERS: list[tuple[str, Any, str]] = [
     *[("on_miss", value, "on_miss must be one of fallback, raise, mint") for value in (None, True, "Mint", 3)],
     *[("sanitize", value, "sanitize must be one of off, count, raise") for value in (None, False, "on")],
     *[("fallback", value, "fallback must be None") for value in ("flash", 3, True)],
-    *[("backend", value, "backend must be") for value in ("cutlass", None, 3, object(), FakeBackend)],
-    *[("device", value, "device must be") for value in (3, object(), FakeDevice)],
+    *[("backend", value, "backend must be") for value in ("cutlass", None, 3, object())],
+    ("backend", FakeBackend, "backend must be .*got the class FakeBackend"),
+    *[("device", value, "device must be") for value in (3, object())],
+    ("device", FakeDevice, "device must be .*got the class FakeDevice"),
     *[
         ("ladder", value, "ladder must")
         for value in (None, [1, 2], 8, {}, {"other": CapacityLadder([1])}, {3: CapacityLadder([1])})
