@@ -194,7 +194,12 @@ class CallChecker:
             self._check_placed(what, cache, spec.kv_dtype)
             shape = tuple(cache.shape)
             if shape[1:] not in wanted or shape[0] < 1:
-                is_mla = cache is value_cache and spec.kv_layout != "packed" and shape[1:-1] == wanted[0][:-1]
+                is_mla = (
+                    cache is value_cache
+                    and spec.kv_layout != "packed"
+                    and shape[1:-1] == wanted[0][:-1]
+                    and shape[-1] != spec.head_dim
+                )
                 raise self._refuse(
                     f"{what}'s shape",
                     list(shape),

@@ -24,7 +24,8 @@ def merge(
 
     output, other_output: bfloat16, float16 or float32[query rows, q_heads, head_dim], both of one dtype.
     lse, other_lse: float32[query rows, q_heads], as `pa_decode(lse=...)` fills them: natural logs, -inf where nothing
-        was attended. What the output holds there is not used. At most one of the two may have been decoded with sinks.
+        was attended; what the output holds there is not used. At most one of the two may have been decoded with sinks,
+        and it must attend something in every row that the other does: an empty row has no sink.
     out, out_lse: where the result goes; new tensors if None. May be any of the inputs.
     Returns (output, lse) of both together: zeros and -inf where neither attended anything. FP32 inside.
 

@@ -23,7 +23,7 @@ def merge_partials(
     larger = torch.maximum(lse, other_lse)
     is_empty = larger == -torch.inf
     # By the difference to the larger one: exp(lse - merged lse) would be as coarse as the last bit of a large lse.
-    weight, other_weight = (torch.where(is_empty, 0.0, torch.exp(one - larger)) for one in (lse, other_lse))
+    weight, other_weight = torch.exp(lse - larger), torch.exp(other_lse - larger)  # NaN where both are empty
     total = weight + other_weight
     merged = _share(output, lse, weight / total) + _share(other_output, other_lse, other_weight / total)
     merged_lse = torch.where(is_empty, -torch.inf, larger + total.log())

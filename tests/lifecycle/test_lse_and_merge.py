@@ -227,6 +227,19 @@ def test_sinks_in_both_halves_are_counted_twice() -> None:
         world.assert_whole(sinks=world.sinks)
 
 
+def test_a_row_that_the_half_with_the_sinks_sees_nothing_of_has_no_sink() -> None:
+    """Why the half that carries them must be the one that every row begins in."""
+    world = SplitWorld()
+    world.set_lens([100] * 8)
+    for site in world.sites:
+        extras = {"sinks": world.sinks} if site == "rest" else {}
+        world.decode_part(site, world.manager.plan_for(world.part_step(site)), **extras)
+    world.merged()
+    world.assert_whole()
+    with pytest.raises(AssertionError):
+        world.assert_whole(sinks=world.sinks)
+
+
 @both_styles
 def test_both_halves_and_their_merge_are_one_graph(style: str) -> None:
     world = SplitWorld()

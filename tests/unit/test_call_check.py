@@ -217,7 +217,12 @@ def test_query_rows_count_in_steps_of_the_query_length():
 def test_values_of_another_head_dim_than_the_keys_are_told_by_their_name(changed):
     with pytest.raises(ConfigError, match=r"MLA \(values of another head_dim than the keys\) is not served: .*kernel"):
         check(checker_of(), good_call(**changed))
-    for plain in ({"value_cache": bf16(10, 16, 4, 64)}, {"key_cache": bf16(10, 16, 2, 48)}, {"output": bf16(6, 8, 64)}):
+    for plain in (
+        {"value_cache": bf16(10, 16, 4, 64)},
+        {"value_cache": bf16(0, 16, 2, 64)},
+        {"key_cache": bf16(10, 16, 2, 48)},
+        {"output": bf16(6, 8, 64)},
+    ):
         with pytest.raises(ConfigError, match="shape") as refused:
             check(checker_of(), good_call(**plain))
         assert "MLA" not in str(refused.value)
