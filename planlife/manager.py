@@ -378,8 +378,8 @@ class PlanManager:
         anything where no row's token is. sinks: float[num_q_heads], a logit per head that every query token sees, with
         value 0. lse: float32[R * query_length, num_q_heads], contiguous, or None: filled with the natural log of the
         softmax's denominator over the scaled logits that each query token attended, the sink's among them, for
-        `planlife.merge`, of whose two partials one may carry the sinks; -inf where nothing was attended. unserved: names of `planlife.unserved.UNSERVED`, which
-        engines may pass through: other than neutral values are refused with the reason.
+        `planlife.merge`, of whose two partials one may carry the sinks; -inf where nothing was attended. unserved:
+        names of `planlife.unserved.UNSERVED`, which engines may pass through: other than neutral values are refused.
         Returns output.
 
         Raises ConfigError for tensors that are not the site's, StalePlanError if the lengths that were planned are
