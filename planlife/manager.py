@@ -181,17 +181,7 @@ class PlanManager:
             if self._settled[owner].plan_of is None
         }
         plans = {
-            (owner, ubatch): {
-                class_rows: Plan(
-                    owner,
-                    class_rows,
-                    ubatch,
-                    tuple(self._settled[site] for site in sites),
-                    self._sizing.plan_bytes(owner, class_rows),
-                    self._pair_maker(owner, sites, class_rows),
-                )
-                for class_rows in ladders[owner].classes
-            }
+            (owner, ubatch): self._make_plans(owner, ubatch, sites, ladders[owner])
             for owner, sites in readers.items()
             for ubatch in range(self._ubatches)
         }
@@ -215,6 +205,21 @@ class PlanManager:
         self._token = token
         return slots
 
+    def _make_plans(self, owner: str, ubatch: int, sites: list[str], ladder: CapacityLadder) -> dict[int, Plan]:
+        """The plans of one (site, ubatch) by class. sites: all that use them, the owner first."""
+        specs = tuple(self._settled[site] for site in sites)
+        return {
+            class_rows: Plan(
+                owner,
+                class_rows,
+                ubatch,
+                specs,
+                self._sizing.plan_bytes(owner, class_rows),
+                self._pair_maker(owner, specs, class_rows),
+            )
+            for class_rows in ladder.classes
+        }
+
     def _refusal(self, site: str, spec: PlanSpec) -> str:
         """Why the backend can never serve this site; refused outright where nothing else could take its calls."""
         if not self._enabled:
@@ -229,10 +234,8 @@ class PlanManager:
             raise ConfigError(f"{refusal}. No fallback is configured: pass fallback=, or change the site.")
         return refusal
 
-    def _pair_maker(self, owner: str, sites: list[str], class_rows: int) -> Callable[[Any], Pair]:
-        """sites: all that use the plan, the owner first."""
+    def _pair_maker(self, owner: str, specs: tuple[PlanSpec, ...], class_rows: int) -> Callable[[Any], Pair]:
         sizing, backend, num_cu = self._sizing, self._backend, self._device.num_compute_units
-        specs = [self._settled[site] for site in sites]
 
         def make_pair(buffer: Any) -> Pair:
             flavours = []
@@ -974,7 +977,7 @@ class PlanManager:
             differences = [one.difference(read) or (0, "", "", "") for one in spare]
             _, field, found, wanted = max(differences, key=lambda difference: difference[0])
             raise self._stale_field(record, read, field, found, wanted)
-        planned = {read.plan for read, one in matches if not one.is_dummy}
+        planned = {read.plan for read, one in matches if read.plan is not None and not one.is_dummy}
         for read, one in matches:
             if not one.is_dummy:
                 self._check_read(record, read, one)

@@ -358,3 +358,64 @@ def test_planlife_off_ignores_what_sites_would_share() -> None:
         sharing_sites(), ladder=CapacityLadder([4]), device=FakeDevice(), backend=FakeBackend(), enabled=False
     )
     assert manager.plan_for(Step(FakeTensor(4), site="draft")).route == "fallback"
+
+
+def test_the_targets_numbers_are_the_drafts_too() -> None:
+    asked = []
+
+    def default_budget(one: PlanSpec, device: Any) -> int:
+        asked.append(one.query_length)
+        return 11
+
+    for setting, numbers in (({"max_partitions": 2, "workgroup_budget": 9}, (2, 9)), ({}, (8, 11))):
+        sites = sharing_sites()
+        sites["target"] = replace(sites["target"], **setting)
+        world = FakeWorld(sites=sites, backend=FakeBackend(default_budget=default_budget))
+        assert {(line.max_partitions, line.workgroup_budget) for line in world.manager.report().sites} == {numbers}
+    assert set(asked) == {3}  # for the target's shape, whoever asks
+
+
+@pytest.mark.parametrize("what", ["another plan", "the other flavour", "another buffer"])
+def test_what_a_graph_refreshes_besides_does_not_pass_for_what_it_reads(what: str) -> None:
+    """A read that the graph does not refresh needs its mark, whatever else is refreshed from the same lengths."""
+    world = FakeWorld(sites={"target": spec(), "windowed": spec(sliding_window=300)})
+    world.warm()
+    lens = [FakeTensor(4, values=LENS), FakeTensor(4, values=LENS)]
+    read, refreshed = (Step(buffer, owner=1, site="target") for buffer in lens)
+    if what == "another plan":
+        refreshed = step_of(read, "windowed")
+    elif what == "the other flavour":
+        refreshed = read
+    call, call_besides = world.call(4, "target"), world.call(4, refreshed.site)
+    if what == "the other flavour":
+        first, plan = None, world.manager.plan_for(read)
+    else:
+        with world.manager.graph() as first:
+            plan = world.manager.plan_for(read)
+    with world.manager.graph() as second:
+        world.manager.pa_decode(plan, **call)
+        world.manager.pa_decode(world.manager.plan_for(refreshed), **call_besides)
+
+    later = [Step(buffer, owner=2, site=one.site) for buffer, one in zip(lens, (read, refreshed), strict=True)]
+    if refreshed.context_lens is read.context_lens:
+        later[1] = step_of(later[0], refreshed.site)
+    steps = list(dict.fromkeys(later))
+    with pytest.raises(StalePlanError, match="mark|owner|refreshing capture"):
+        world.manager.replay(second, *steps)
+    if first is None:
+        world.manager.plan_for(later[0])
+    else:
+        world.manager.replay(first, later[0])
+    world.manager.replay(second, *steps)
+    assert call["output"].values == LENS
+
+
+def test_a_dummy_beside_a_real_step_of_another_site_that_falls_back_too_is_let_through() -> None:
+    """They share no plan: there is nothing to empty."""
+    world = FakeWorld(sites={"a": spec(), "b": spec()}, fallback=live_lens_fallback)
+    steps = {site: world.step(LENS, site=site) for site in world.sites}
+    calls = {site: world.call(4, site) for site in world.sites}
+    with world.manager.graph() as g:
+        for site, step in steps.items():
+            world.manager.pa_decode(world.manager.plan_for(step), **calls[site])
+    world.manager.guard(g, steps["a"], step_of(steps["b"], "b", dummy=True))
