@@ -415,7 +415,8 @@ def test_a_dummy_beside_a_real_step_of_another_site_that_falls_back_too_is_let_t
     world = FakeWorld(sites={"a": spec(), "b": spec()}, fallback=live_lens_fallback)
     steps = {site: world.step(LENS, site=site) for site in world.sites}
     calls = {site: world.call(4, site) for site in world.sites}
+    plans = {site: world.manager.plan_for(step) for site, step in steps.items()}
     with world.manager.graph() as g:
-        for site, step in steps.items():
-            world.manager.pa_decode(world.manager.plan_for(step), **calls[site])
+        for site, plan in plans.items():
+            world.manager.pa_decode(plan, **calls[site])
     world.manager.guard(g, steps["a"], step_of(steps["b"], "b", dummy=True))
