@@ -225,14 +225,14 @@ def _print_diagnosis(found: Diagnosis) -> None:
         software.add_row(one.name, one.version or "missing", one.note)
     software.add_row("driver", found.driver or "none loaded", "")
     console.print(software)
-    if found.gpus:
-        gpus = _table("GPU", "physical", "name", "arch", "SMs or CUs", "memory", "free", "PCI", "NUMA node")
-        for gpu in found.gpus:
-            cells = (gpu.index, gpu.physical, gpu.name, gpu.arch, gpu.num_compute_units, _human(gpu.total_bytes))
-            more = (_human(gpu.free_bytes), gpu.pci_address, gpu.numa_node)
-            gpus.add_row(*("?" if cell is None else str(cell) for cell in (*cells, *more)))
-        console.print(gpus)
-    else:
+    for gpu in found.gpus:
+        physical = "" if gpu.physical is None else f" (physical {gpu.physical})"
+        click.echo(
+            f"GPU {gpu.index}{physical}: {gpu.name}, {gpu.arch}, {gpu.num_compute_units} SMs or CUs, "
+            f"{_human(gpu.free_bytes)} of {_human(gpu.total_bytes)} free, PCI {gpu.pci_address or '?'}, "
+            f"NUMA node {'?' if gpu.numa_node is None else gpu.numa_node}"
+        )
+    if not found.gpus:
         click.echo("GPUs: none visible")
     if len(found.numa_nodes) > 1:
         click.echo(

@@ -384,11 +384,13 @@ class _Examination:
         """(nodes of the machine, nodes of the CPUs that this process may use), and what does not fit the GPUs."""
         nodes: tuple[int, ...] = ()
         nodes = self._ask("the NUMA nodes", nodes, self._nodes)
+        if not nodes:
+            return (), ()  # not Linux, or a kernel without NUMA
         none: Set[int] = frozenset()
         allowed = self._ask("the CPUs of this process", none, self._machine.allowed_cpus)
         cpus = [self._ask(f"the CPUs of NUMA node {node}", none, self._cpus_of, node) for node in nodes]
         ours = tuple(node for node, of_node in zip(nodes, cpus, strict=True) if allowed & of_node)
-        if len(nodes) <= 1:
+        if len(nodes) == 1:
             return nodes, ours
         lost = [gpu.index for gpu in gpus if gpu.numa_node is None]
         if lost:
