@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -95,3 +96,9 @@ def test_what_cannot_be_used_is_refused_with_file_and_place(content, parts, tmp_
 def test_a_file_that_cannot_be_read_is_refused_by_name(name, tmp_path):
     with pytest.raises(SitesError, match="cannot be read"):
         read_sites(str(tmp_path / name))
+
+
+def test_the_example_on_the_page_about_the_doctor_is_one(tmp_path):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "doctor.md").read_text()
+    (example,) = re.findall(r"^```json\n(.*?)^```$", page, re.M | re.S)
+    assert read_sites(written(tmp_path, example.encode())).specs.keys() == {"dense", "draft"}
