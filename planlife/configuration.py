@@ -96,18 +96,23 @@ def resolve_backend(
     check_choice("backend", backend, ("auto", *BACKENDS))
     if backend == "auto":
         backend = "torch" if specs is None or device is None else auto_backend(specs, device)
-    reasons = absence_reasons(backend)
-    if reasons:
-        raise BackendUnavailableError("; ".join(reasons) + ".")
+    if absence := absence_reasons(backend):
+        raise BackendUnavailableError("; ".join(absence) + ".")
     return _make_backend(backend)
+
+
+def fallback_absence_reasons(name: str) -> Sequence[str]:
+    """Why the fallback of that name is not here at all, whatever the site; empty = it is. ConfigError for no name."""
+    check_choice("fallback", name, FALLBACKS)
+    if name == "torch":
+        return ()
+    return (f"fallback={name!r} is not part of this release; pass 'torch' or a callable",)
 
 
 def fallback_reasons(name: str, spec: PlanSpec, device: Device) -> Sequence[str]:
     """Everything against the fallback of that name for `spec` on `device`; empty = it can serve it."""
-    check_choice("fallback", name, FALLBACKS)
-    if name == "triton":
-        return ("fallback='triton' is not part of this release; pass 'torch' or a callable",)
-    return _make_backend(name).refuse_spec(replace(spec, max_partitions=None), device)  # it makes one of each row
+    one_task_each = replace(spec, max_partitions=None)  # a cap is not for what makes one task of each row
+    return fallback_absence_reasons(name) or _make_backend(name).refuse_spec(one_task_each, device)
 
 
 def resolve_fallback(
@@ -121,10 +126,10 @@ def resolve_fallback(
         return fallback
     if fallback not in FALLBACKS:
         raise ConfigError(f"fallback must be None, 'triton', 'torch' or a callable, got {fallback!r}.")
+    if absence := fallback_absence_reasons(fallback):
+        raise BackendUnavailableError("; ".join(absence) + ".")
     for site, spec in specs.items():
         reasons = fallback_reasons(fallback, spec, device)
-        if reasons and fallback == "triton":
-            raise BackendUnavailableError("; ".join(reasons) + ".")
         if reasons:
             raise ConfigError(
                 f"fallback={fallback!r} cannot serve site {site!r}: {'; '.join(reasons)}. Pass a callable that can, "

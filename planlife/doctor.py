@@ -23,6 +23,7 @@ from .configuration import (
     auto_backend,
     backend_reasons,
     check_choice,
+    fallback_absence_reasons,
     fallback_reasons,
     resolve_device,
 )
@@ -209,7 +210,9 @@ class _Examination:
         answers = []
         for site, spec in sites.specs.items():
             backends = self._verdicts("backend", BACKENDS, absence_reasons, backend_reasons, spec, asked, refusal)
-            fallbacks = self._verdicts("fallback", FALLBACKS, _nothing, fallback_reasons, spec, asked, refusal)
+            fallbacks = self._verdicts(
+                "fallback", FALLBACKS, fallback_absence_reasons, fallback_reasons, spec, asked, refusal
+            )
             answers.append(SiteAnswer(site, backends, fallbacks, *bytes_of(_only(sites, [site]))))
         worst_case_bytes, min_budget_bytes = bytes_of(
             _only(sites, [one.site for one in answers if chosen and not _reasons(one.backends, chosen)])
@@ -253,7 +256,7 @@ class _Examination:
         found = {
             "planlife": Software("planlife", __version__),
             "python": Software("python", platform.python_version()),
-            "torch": self._ask("the version of torch", Software("torch", None), _torch_software, torch),
+            "torch": self._ask("the version of torch", None, _torch_software, torch) or self._installed("torch"),
             "aiter": self._ask("looking for aiter", Software("aiter", None), self._aiter, kind),
         }
         for name in ("triton", "flydsl", "cachetools"):
@@ -268,7 +271,10 @@ class _Examination:
             if _EXTRAS_OF_A_PLATFORM.get(extra, kind) != kind:
                 continue
             one = found.setdefault(package, self._installed(package))
-            way_out = f"pip install 'planlife[{extra}]'" if extra else f"pip install '{package}>={at_least}'"
+            if package == "torch":  # pip would take a build for other devices
+                way_out = f"install a torch >= {at_least} built for this machine"
+            else:
+                way_out = f"pip install 'planlife[{extra}]'" if extra else f"pip install '{package}>={at_least}'"
             if one.version is None:
                 found[package] = replace(one, note=way_out)
             elif _release(one.version) < _release(at_least):
@@ -297,7 +303,8 @@ class _Examination:
         version = self._version("aiter") or "of unknown version"
         planner = folder / _AITER_PLANNER
         if not (folder / "ops").is_dir():
-            self._wrong.append(f"aiter {version} in {folder}: {_UNRELATED_AITER}")
+            if kind == "rocm":
+                self._wrong.append(f"aiter {version} in {folder}: {_UNRELATED_AITER}")
             return Software("aiter", version, "PyPI's asyncio package, not ROCm's")
         if not planner.is_file():
             return Software("aiter", version, f"ROCm's, without {_AITER_PLANNER}: too old for work plans")
@@ -474,9 +481,9 @@ def _num_gpus(torch: Any) -> int:
     return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
 
 
-def _torch_software(torch: Any) -> Software:
+def _torch_software(torch: Any) -> Software | None:
     if torch is None:
-        return Software("torch", None)
+        return None
     hip, cuda = torch.version.hip, torch.version.cuda
     built_for = f"built for ROCm {hip}" if hip else f"built for CUDA {cuda}" if cuda else "CPU build"
     return Software("torch", str(torch.__version__), built_for)
@@ -515,10 +522,6 @@ def _one_line(error: Exception, *, with_type: bool = True) -> str:
 
 def _reasons(verdicts: Sequence[Verdict], name: str) -> tuple[str, ...]:
     return next(one.reasons for one in verdicts if one.name == name)
-
-
-def _nothing(name: str) -> Sequence[str]:
-    return ()
 
 
 def _only(sites: Sites, names: Sequence[str]) -> Sites:

@@ -190,6 +190,8 @@ def test_an_h200_that_this_release_does_not_serve_is_seen_and_refused_with_all_r
     for name in ("aiter", "triton"):
         absent, refused = verdicts(found)[name]
         assert "not part of this release" in absent and "serves CPU only" in refused
+    (answer,) = found.sites
+    assert [len(fallback.reasons) for fallback in answer.fallbacks] == [2, 1]
     assert verdicts(found)["torch"] == ('this release serves CPU only. Pass device="cpu"',)
     assert examine(seen, device="cpu").refused == ()  # positive control: the way out
 
@@ -263,11 +265,14 @@ def aiter_folder(tmp_path: Path, planner: str | None = None, *, has_ops: bool = 
 def test_pypis_aiter_is_told_from_rocms_without_importing_either(tmp_path: Path, monkeypatch: Any) -> None:
     aiter_folder(tmp_path, has_ops=False)
     monkeypatch.syspath_prepend(str(tmp_path))
-    one = replace(machine(versions={"aiter": "0.13.20240203"}), package_folder=Machine.here().package_folder)
-    found = examine(one)
+    versions = {**CPU_VERSIONS, "aiter": "0.13.20240203"}
+    here = Machine.here().package_folder
+    found = examine(replace(machine(Torch(mi300x(), hip="6.4"), versions=versions), package_folder=here))
     assert software(found)["aiter"] == ("0.13.20240203", "PyPI's asyncio package, not ROCm's")
-    (line,) = (line for line in found.wrong if "asyncio" in line)
+    (line,) = found.wrong
     assert "pip uninstall aiter" in line and str(tmp_path) in line
+    elsewhere = examine(replace(machine(versions=versions), package_folder=here))  # there nobody misses ROCm's
+    assert software(elsewhere)["aiter"] == software(found)["aiter"] and elsewhere.wrong == ()
 
 
 @pytest.mark.parametrize(
@@ -319,6 +324,17 @@ def test_an_old_library_is_wrong_and_the_least_version_is_not() -> None:
     assert "cachetools 5.2 is older than 5.3: pip install 'cachetools>=5.3'" in old.wrong
     least = {**CPU_VERSIONS, "triton": "3.0.0", "cachetools": "5.3"}
     assert examine(machine(Torch(h200(), cuda="12.8"), versions=least)).wrong == ()
+
+
+def test_a_torch_that_does_not_load_has_its_version_and_an_old_one_is_not_replaced_by_pips_build() -> None:
+    def fail() -> Any:
+        raise ImportError("libamdhip64.so: cannot open shared object file")
+
+    broken = examine(replace(machine(versions={**CPU_VERSIONS, "torch": "2.3.0"}), import_torch=fail))
+    assert software(broken)["torch"] == ("2.3.0", "") and broken.platform == "unknown"
+    assert any("libamdhip64.so" in line for line in broken.wrong)
+    assert "torch 2.3.0 is older than 2.4: install a torch >= 2.4 built for this machine" in broken.wrong
+    assert not any("older" in line for line in examine(replace(machine(), import_torch=fail)).wrong)  # control
 
 
 def test_a_planlife_that_is_only_on_the_path_is_a_note() -> None:
