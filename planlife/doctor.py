@@ -405,7 +405,7 @@ class _Examination:
                 f"the machine has {len(nodes)} NUMA nodes, and nothing tells that of GPU {_listed(lost)}: a launcher "
                 "that binds ranks by it puts them all on one node. Give it the nodes by hand"
             )
-        if ours and len(ours) < len(nodes):
+        if ours:
             far = [f"GPU {gpu.index} is on node {gpu.numa_node}" for gpu in gpus if gpu.numa_node not in (None, *ours)]
             if far:
                 self._wrong.append(

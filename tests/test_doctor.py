@@ -18,7 +18,7 @@ from planlife.configuration import BACKENDS, backend_reasons
 from planlife.doctor import Diagnosis, Machine, diagnose
 from planlife.errors import BackendUnavailableError
 from planlife.sites import DEFAULT_SITES, Sites
-from planlife.testing import FakeDevice
+from planlife.testing import FakeBackend, FakeDevice
 from planlife.torch_device import CpuDevice
 
 GIB = 1 << 30
@@ -138,6 +138,14 @@ def numa(*nodes_of_gpus: int, buses: tuple[int, ...] = (5, 6, 7, 8)) -> dict[str
     }
 
 
+TOO_MANY = PlanSpec(8, 1, 128, 16, max_context_tokens=4096, max_partitions=512)
+PACKED = PlanSpec(8, 1, 36, 12, max_context_tokens=4096, max_partitions=512, kv_layout="packed")
+
+
+def sites(**specs: PlanSpec) -> Sites:
+    return Sites(specs, dict.fromkeys(specs, CapacityLadder([1, 4])))
+
+
 def test_a_cpu_only_machine_is_well_and_torch_serves_it() -> None:
     found = examine(machine())
     assert (found.platform, found.gpus, found.driver, found.device, found.backend) == ("cpu", (), None, "cpu", "torch")
@@ -236,6 +244,8 @@ def test_a_process_bound_to_another_node_than_its_gpus_is_told() -> None:
     assert found.cpu_nodes == (0,)
     for cpus, nodes in ((range(8), (0, 1)), (range(4), (0, 0))):  # positive controls: not bound; bound to theirs
         assert examine(machine(Torch(*gpus, hip="6.4"), files=numa(*nodes), cpus=cpus)).wrong == ()
+    nowhere = examine(machine(Torch(*gpus, hip="6.4"), files=numa(0, 1), cpus=range(90, 91)))
+    assert nowhere.wrong == ()  # CPUs of no node that /sys lists: bound to which, nothing tells
 
 
 def test_a_cpu_build_beside_a_driver_is_wrong() -> None:
@@ -403,19 +413,12 @@ def test_a_file_of_the_kernel_that_makes_no_sense_is_a_line(path: str) -> None:
 def test_a_broken_backend_is_a_line_and_the_others_still_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     real = configuration._make_backend
     monkeypatch.setattr(configuration, "_make_backend", lambda name: 1 // 0 if name == "torch" else real(name))
-    found = examine(machine())
-    assert any("ZeroDivisionError" in line for line in found.wrong)
+    one = DEFAULT_SITES.specs["default"]
+    found = examine(machine(), sites(default=one, other=one))
+    assert len([line for line in found.wrong if line.startswith("asking backend torch failed: ZeroDivision")]) == 1
     assert "asking backend torch failed" in verdicts(found)["torch"][0]
     assert "not part of this release" in verdicts(found)["triton"][0]
     assert found.refused != () and found.worst_case_bytes is None
-
-
-TOO_MANY = PlanSpec(8, 1, 128, 16, max_context_tokens=4096, max_partitions=512)
-PACKED = PlanSpec(8, 1, 36, 12, max_context_tokens=4096, max_partitions=512, kv_layout="packed")
-
-
-def sites(**specs: PlanSpec) -> Sites:
-    return Sites(specs, dict.fromkeys(specs, CapacityLadder([1, 4])))
 
 
 def test_all_reasons_against_a_site_are_told_at_once_and_are_the_managers_own() -> None:
@@ -439,7 +442,7 @@ def test_a_site_that_nobody_serves_is_refused_and_a_fallback_that_can_take_it_is
 @pytest.mark.parametrize("name", ["aiter", "triton"])
 def test_a_backend_that_has_to_serve_and_cannot_is_refused_whatever_the_fallback(name: str) -> None:
     found = examine(machine(), backend=name, fallback="torch")
-    assert name in found.refused[0] and found.worst_case_bytes is None
+    assert name in found.refused[0] and found.worst_case_bytes is None and found.wrong == ()
     assert examine(machine(), backend="torch").refused == ()  # positive control
     with pytest.raises(BackendUnavailableError) as caught:
         PlanManager(DEFAULT_SITES.specs, ladder=DEFAULT_SITES.ladders, device="cpu", backend=name, fallback="torch")
@@ -497,3 +500,12 @@ def test_auto_takes_the_first_backend_that_serves_every_site(monkeypatch: pytest
         assert configuration.resolve_backend("auto", specs, gpu).name == name
         assert configuration.auto_backend(specs, CpuDevice()) == "torch"  # where triton would be interpreted
     assert [len(backend_reasons(name, replace(TOO_MANY, head_dim=64), gpu)) for name in BACKENDS] == [1, 0, 0]
+
+
+def test_a_manager_with_auto_gets_the_backend_that_auto_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    able = {name: FakeBackend(spec_reasons=["not this site"] if name == "aiter" else ()) for name in BACKENDS}
+    monkeypatch.setattr(configuration, "absence_reasons", lambda name: ())
+    monkeypatch.setattr(configuration, "_make_backend", lambda name: able[name])
+    with PlanManager(TOO_MANY, ladder=CapacityLadder([4]), device=FakeDevice("cuda:0", 304)):
+        pass
+    assert [bool(able[name].calls["table_bytes"]) for name in BACKENDS] == [False, True, False]
