@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module, metadata, util
 from pathlib import Path
@@ -195,13 +195,12 @@ class _Examination:
         numa_nodes, cpu_nodes = self._numa(gpus)
         asked, refusal = self._device(device)
         chosen = self._choose(backend, sites, asked)
-        num_compute_units = asked.num_compute_units if asked else gpus[0].num_compute_units if gpus else 256
 
-        def bytes_of(part: Sites) -> tuple[int | None, int | None]:
-            if chosen is None or absence_reasons(chosen) or not part.specs:
+        def bytes_of(part: Sites, refused: Collection[str] = ()) -> tuple[int | None, int | None]:
+            if chosen is None or asked is None or absence_reasons(chosen):
                 return None, None
             try:
-                what = estimate(part, ubatches=ubatches, backend=chosen, num_compute_units=num_compute_units)
+                what = estimate(part, ubatches=ubatches, backend=chosen, device=asked, refused=refused)
             except Exception as error:
                 self._wrong.append(f"the bytes of backend {chosen} failed: {_one_line(error)}")
                 return None, None
@@ -213,10 +212,10 @@ class _Examination:
             fallbacks = self._verdicts(
                 "fallback", FALLBACKS, fallback_absence_reasons, fallback_reasons, spec, asked, refusal
             )
-            answers.append(SiteAnswer(site, backends, fallbacks, *bytes_of(_only(sites, [site]))))
-        worst_case_bytes, min_budget_bytes = bytes_of(
-            _only(sites, [one.site for one in answers if chosen and not _reasons(one.backends, chosen)])
-        )
+            answers.append(SiteAnswer(site, backends, fallbacks, *bytes_of(_alone(sites, site))))
+        refused = [one.site for one in answers if chosen is None or _reasons(one.backends, chosen)]
+        is_served = len(refused) < len(answers)
+        worst_case_bytes, min_budget_bytes = bytes_of(sites, refused) if is_served else (None, None)
         if asked is not None:
             self._refuse_what_cannot_work(answers, backend, chosen, fallback)
         return Diagnosis(
@@ -524,5 +523,9 @@ def _reasons(verdicts: Sequence[Verdict], name: str) -> tuple[str, ...]:
     return next(one.reasons for one in verdicts if one.name == name)
 
 
-def _only(sites: Sites, names: Sequence[str]) -> Sites:
-    return Sites({name: sites.specs[name] for name in names}, {name: sites.ladders[name] for name in names})
+def _alone(sites: Sites, site: str) -> Sites:
+    """One site with plans of its own, which have the numbers of those that it would share."""
+    spec = sites.specs[site]
+    owner = spec if spec.plan_of is None else sites.specs[spec.plan_of]
+    own = replace(spec, plan_of=None, max_partitions=owner.max_partitions, workgroup_budget=owner.workgroup_budget)
+    return Sites({site: own}, {site: sites.ladders[site]})

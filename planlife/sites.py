@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, NoReturn
 
+from .configuration import check_sites
 from .errors import ConfigError
 from .ladder import CapacityLadder
 from .spec import PlanSpec
@@ -78,6 +79,10 @@ def read_sites(path: str | os.PathLike[str]) -> Sites:
             specs[site] = PlanSpec(**{field: value for field, value in values.items() if field != "ladder"})
         except ConfigError as error:
             raise SitesError(f"{place}: {error}") from error
+    try:
+        check_sites(specs, ladders)
+    except ConfigError as error:
+        raise SitesError(f"{name}: {error}") from error
     return Sites(specs, ladders)
 
 

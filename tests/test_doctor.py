@@ -17,6 +17,7 @@ from planlife import CapacityLadder, ConfigError, PlanManager, PlanSpec, configu
 from planlife.configuration import BACKENDS, backend_reasons
 from planlife.doctor import Diagnosis, Machine, diagnose
 from planlife.errors import BackendUnavailableError
+from planlife.estimate import estimate
 from planlife.sites import DEFAULT_SITES, Sites
 from planlife.testing import FakeBackend, FakeDevice
 from planlife.torch_device import CpuDevice
@@ -509,3 +510,20 @@ def test_a_manager_with_auto_gets_the_backend_that_auto_means(monkeypatch: pytes
     with PlanManager(TOO_MANY, ladder=CapacityLadder([4]), device=FakeDevice("cuda:0", 304)):
         pass
     assert [bool(able[name].calls["table_bytes"]) for name in BACKENDS] == [False, True, False]
+
+
+def test_sites_that_share_plans_are_counted_once_and_each_alone_in_full() -> None:
+    target = replace(TOO_MANY, max_partitions=4)
+    both = sites(target=target, draft=replace(target, max_partitions=None, query_length=2, plan_of="target"))
+    found = examine(machine(), both)
+    with PlanManager(both.specs, ladder=both.ladders, device="cpu") as manager:
+        assert (found.worst_case_bytes, found.min_budget_bytes) == (
+            manager.worst_case_bytes(),
+            manager.min_budget_bytes(),
+        )
+    parts = estimate(both)
+    assert {one.site for one in parts.classes} == {"target"}
+    assert sum(one.plan_bytes for one in parts.classes) + parts.lanes[0].arena_bytes == found.worst_case_bytes
+    alone = sites(draft=replace(target, query_length=2))
+    with PlanManager(alone.specs, ladder=alone.ladders, device="cpu") as manager:
+        assert found.sites[1].worst_case_bytes == manager.worst_case_bytes()

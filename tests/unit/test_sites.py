@@ -79,6 +79,7 @@ def test_a_byte_order_mark_is_accepted(tmp_path):
         ({"dense": {**GOOD, "ladder": 64}}, ["ladder must be a list of row counts", "got 64"]),
         ({"dense": {**GOOD, "ladder": []}}, ["at least one class"]),
         ({"dense": {**GOOD, "ladder": [1, "2"]}}, ["a class must be an int, got '2'"]),
+        ({"dense": {**GOOD, "plan_of": "target"}}, ["plan_of of site 'dense' must name another site"]),
         ({"dense": {**GOOD, "ladder": [0]}}, ["a class must be in [1,", "got 0"]),
     ],
 )
