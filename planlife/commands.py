@@ -29,7 +29,7 @@ def _in_options(message: str) -> str:
     """A refusal by the library, in the names that the command line has for its arguments."""
     for name, option in (("budget_bytes", "--budget"), ("memory_bytes", "--memory"), ("num_layers", "--layers")):
         message = re.sub(rf"\b{name}\b", option, message)  # not within another name, as in min_budget_bytes
-    return message
+    return re.sub(r"\b(kv|scales)(?==|\b out)", r"--\1", message)
 
 
 class _Commands(click.Group):
@@ -95,6 +95,35 @@ def planlife() -> None:
     show_default=True,
     metavar="N",
     help="Attention layers of the toy model; many of them need a larger --memory.",
+)
+@click.option(
+    "--kv",
+    type=click.Choice(["bf16", "fp16", "fp8"]),
+    default="bf16",
+    show_default=True,
+    help="What the KV cache stores; fp8 is e4m3fn with scales.",
+)
+@click.option(
+    "--scales", type=click.Choice(["per_tensor", "per_token"]), help="Of an fp8 cache; per_tensor unless given."
+)
+@click.option(
+    "--layout", type=click.Choice(["nhd", "hnd", "packed"]), default="nhd", show_default=True, help="Of the KV cache."
+)
+@click.option(
+    "--mtp",
+    type=click.IntRange(1, 7),
+    default=3,
+    show_default=True,
+    metavar="N",
+    help="Draft tokens: a verify step has N + 1 query tokens per row, and N draft passes follow it.",
+)
+@click.option(
+    "--window",
+    type=click.IntRange(1, 8192),
+    default=128,
+    show_default=True,
+    metavar="TOKENS",
+    help="Of the layers with a sliding window. Contexts are up to twice as long, and at least 1024 tokens.",
 )
 @click.option(
     "--memory",
