@@ -21,7 +21,7 @@ LAYERS = (
     ("slot", "graph_book", "configuration"),
     ("manager",),
     ("emulated_graph", "torch_device", "kernels", "backends"),
-    ("trace", "testing", "demo", "bench"),
+    ("trace", "testing", "demo", "bench", "precision"),
     ("commands", "cli", "__main__"),
 )
 CORE = {module for layer in LAYERS[:5] for module in layer}
