@@ -20,7 +20,7 @@ LAYERS = (
     ("plan", "call_check", "graph_record", "sizing", "residency", "backends.base"),
     ("slot", "graph_book", "configuration"),
     ("manager",),
-    ("emulated_graph", "torch_device", "kernels", "backends"),
+    ("emulated_graph", "cuda_runtime", "torch_device", "cuda_device", "kernels", "backends"),
     ("trace", "testing", "demo", "bench"),
     ("commands", "cli", "__main__"),
 )

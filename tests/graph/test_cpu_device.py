@@ -36,7 +36,7 @@ def test_allocate_gives_exactly_the_bytes_asked_for(device: CpuDevice, num_bytes
     buffer = device.allocate(num_bytes)
     assert (buffer.dtype, tuple(buffer.shape), buffer.device.type) == (torch.uint8, (num_bytes,), "cpu")
     assert buffer.untyped_storage().nbytes() == num_bytes
-    assert device.free(buffer) is None
+    assert device.free(buffer, 0) is None
 
 
 def test_a_buffer_allocated_in_inference_mode_can_be_written_outside_it(device: CpuDevice) -> None:
