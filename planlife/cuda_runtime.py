@@ -9,7 +9,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -231,14 +231,13 @@ def load_runtime(cuda_version: str | None, hip_version: str | None) -> Runtime:
 def _open(library: str, version: str) -> ctypes.CDLL:
     """Torch has loaded it already, under whichever path: the one in this process comes first."""
     major, _, rest = version.partition(".")
-    candidates = [f"{library}.{major}", f"{library}.{major}.{rest.partition('.')[0]}", library]
-    for mode in (os.RTLD_NOLOAD, ctypes.DEFAULT_MODE):
-        for candidate in candidates:
-            try:
-                return ctypes.CDLL(candidate, mode=mode)
-            except OSError:
-                continue
+    versioned = [f"{library}.{major}", f"{library}.{major}.{rest.partition('.')[0]}"]
+    # Without a version only what is here already: the loader's path may have another version's.
+    loaded = [(name, os.RTLD_NOLOAD) for name in (*versioned, library)]
+    for name, mode in (*loaded, *((name, ctypes.DEFAULT_MODE) for name in versioned)):
+        with suppress(OSError):
+            return ctypes.CDLL(name, mode=mode)
     raise BackendUnavailableError(
-        f"none of {', '.join(candidates)} can be loaded: without the runtime that torch {version} works with, captures "
+        f"none of {', '.join(versioned)} can be loaded: without the runtime that torch {version} works with, captures "
         "cannot be told apart. Put it on the loader's path (LD_LIBRARY_PATH)."
     )

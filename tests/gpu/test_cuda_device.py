@@ -21,7 +21,7 @@ from planlife.backends.torch_backend import TorchBackend
 from planlife.cuda_device import CudaDevice
 from planlife.torch_device import resolve_device
 
-from ..lifecycle.world import BEFORE_REPLAY, IN_GRAPH, World, both_styles, small_spec
+from ..lifecycle.world import BEFORE_REPLAY, IN_GRAPH, World, both_styles
 
 LENS = [500, 3, 257, 64, 1, 0, 256, 17]
 CYCLES_PER_MS = 1_500_000  # at least a millisecond on GPUs of up to 1.5 GHz; never less than half of one
@@ -364,7 +364,7 @@ def test_a_capture_on_a_side_stream_of_a_worker_thread_is_seen_there_and_only_th
 
 
 def test_a_stream_that_records_meanwhile_is_not_waited_for() -> None:
-    """Warmed up on the capture stream, decoded elsewhere while that stream records: an event there would be recorded."""
+    """Warmed up on the capture stream, decoded elsewhere while it records: an event there would be recorded."""
     world = gpu_world()
     world.set_lens(LENS)
     side = torch.cuda.Stream()
