@@ -39,7 +39,7 @@ def test_a_replay_decodes_the_lengths_of_now(style: str) -> None:
         replayed = world.replay(graph, world.step(), style).clone()
         world.assert_right(replayed, world.expected())
         world.assert_wrong(replayed, at_capture)
-        assert torch.equal(replayed, world.eager(world.step()))
+        world.assert_same(replayed, world.eager(world.step()))
 
 
 @both_styles
@@ -134,7 +134,7 @@ def test_100_steps_planned_before_their_replay_equal_eager_ones() -> None:
     for index in range(100):
         world.set_lens(world.random_lens(8))
         replayed = world.replay(graph, world.step(), BEFORE_REPLAY).clone()
-        assert torch.equal(replayed, world.eager(world.step()))
+        world.assert_same(replayed, world.eager(world.step()))
         if index % 10 == 0:
             world.assert_right(replayed, world.expected())
     # The positive control: without its plan_for a replay still decodes the last planned lengths.
@@ -154,7 +154,7 @@ def test_100_in_graph_steps_equal_eager_ones() -> None:
     for index in range(100):
         world.set_lens(world.random_lens(8))
         replayed = world.replay(graph, world.step()).clone()
-        assert torch.equal(replayed, world.eager(world.step()))
+        world.assert_same(replayed, world.eager(world.step()))
         if index % 10 == 0:
             world.assert_right(replayed, world.expected())
 
