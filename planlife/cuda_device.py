@@ -238,9 +238,8 @@ class CudaDevice(TorchDevice):
         stream: torch.cuda.Stream | None = None,
         capture_error_mode: str = "thread_local",
     ) -> Iterator[torch.cuda.CUDAGraph]:
-        pool = torch.cuda.graph_pool_handle() if pool is None else pool
         home = torch.cuda.current_stream(self._index)
-        capture_id = 0
+        capture_id, capture_stream = 0, home
         failure: BaseException | None = None
         with torch.cuda.device(self._index), self._runtime.relaxed():
             recording = torch.cuda.graph(
@@ -248,7 +247,7 @@ class CudaDevice(TorchDevice):
             )
             try:
                 with recording:
-                    capture_id = self.capture_id()
+                    capture_id, capture_stream = self.capture_id(), torch.cuda.current_stream(self._index)
                     self._this_thread.graph = graph
                     try:
                         yield graph
@@ -256,7 +255,9 @@ class CudaDevice(TorchDevice):
                         failure = error
                         raise
             except BaseException as error:
-                self._repair(graph, pool, home, capture_id)
+                if capture_id:  # else it never began: the graph may hold an earlier capture, which stays
+                    self._abandon(graph, capture_id, capture_stream)
+                torch.cuda.set_stream(home)
                 # The end of an invalidated capture raises too; what the body raised says why.
                 if failure is None or failure is error:
                     failure = None
@@ -276,33 +277,24 @@ class CudaDevice(TorchDevice):
             return None
         return _capture_stream_of(self._index)
 
-    def _repair(self, graph: torch.cuda.CUDAGraph, pool: Any, home: torch.cuda.Stream, capture_id: int) -> None:
-        """After a capture that failed: torch leaves a partial graph that replays, or all as if it still recorded."""
-        torch.cuda.set_stream(home)
-        if not capture_id:
-            return  # it never began: the graph may hold an earlier capture, which stays
-        if self.capture_of(graph) is None:
-            graph.reset()
-        else:
+    def _abandon(self, graph: torch.cuda.CUDAGraph, capture_id: int, capture_stream: torch.cuda.Stream) -> None:
+        """Empty the graph of a capture that failed: torch leaves a partial one that replays, or never ends it."""
+        if self.capture_of(graph) == 0:
+            # capture_end gave up before torch's device and host allocators and its generators heard of the end. It goes
+            # through once its stream has a capture that can end.
+            torch.cuda.set_stream(capture_stream)
             with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self._index, pool)
-            with suppress(RuntimeError):
-                torch._C._cuda_releasePool(self._index, pool)
-            self._end_generator_capture()
+                if not self._runtime.is_capturing(capture_stream.cuda_stream):
+                    self._runtime.begin_capture(capture_stream.cuda_stream)
+                torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
+                graph.capture_end()
+        graph.reset()
         self._fire(graph)
         # Never launched, it is destroyed by now; the driver tells so in a moment.
         deadline = time.monotonic() + _FAILED_CAPTURE_WAIT_S
         watches = [watch for watch in list(_watches.values()) if watch.capture_id == capture_id]
         while time.monotonic() < deadline and not all(watch.word and watch.queue for watch in watches):
             time.sleep(0)
-
-    def _end_generator_capture(self) -> None:
-        """torch's generator refuses to draw after an invalidated capture, until a capture ends well."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(_capture_stream_of(self._index)):
-            graph.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
-            torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
-            graph.capture_end()
 
     def capture_of(self, graph: torch.cuda.CUDAGraph) -> int | None:
         """0 for an empty graph, else None: a CUDAGraph does not tell which capture it holds."""

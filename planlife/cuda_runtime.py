@@ -32,6 +32,7 @@ class Names(NamedTuple):
     #: symbol without a version is older and knows no graph. CUDA 13 exports only that one, with edges in its results.
     get_capture_info: tuple[tuple[str, int], ...]
     is_capturing: str
+    begin_capture: str
     exchange_mode: str
     create_user_object: str
     retain_user_object: str
@@ -42,6 +43,7 @@ CUDA = Names(
     get_error_string="cudaGetErrorString",
     get_capture_info=(("cudaStreamGetCaptureInfo_v2", 2), ("cudaStreamGetCaptureInfo", 3)),
     is_capturing="cudaStreamIsCapturing",
+    begin_capture="cudaStreamBeginCapture",
     exchange_mode="cudaThreadExchangeStreamCaptureMode",
     create_user_object="cudaUserObjectCreate",
     retain_user_object="cudaGraphRetainUserObject",
@@ -51,6 +53,7 @@ HIP = Names(
     get_error_string="hipGetErrorString",
     get_capture_info=(("hipStreamGetCaptureInfo_v2", 2),),
     is_capturing="hipStreamIsCapturing",
+    begin_capture="hipStreamBeginCapture",
     exchange_mode="hipThreadExchangeStreamCaptureMode",
     create_user_object="hipUserObjectCreate",
     retain_user_object="hipGraphRetainUserObject",
@@ -84,14 +87,15 @@ class Runtime:
                 self._no_more = (None,) * num_more
                 break
         is_capturing = self._bind(names.is_capturing, handle, _out(ctypes.c_int))
+        begin_capture = self._bind(names.begin_capture, handle, ctypes.c_int)
         exchange_mode = self._bind(names.exchange_mode, _out(ctypes.c_int))
-        if info is None or is_capturing is None or exchange_mode is None:
-            wanted = [names.get_capture_info[0][0], names.is_capturing, names.exchange_mode]
+        if None in (info, is_capturing, begin_capture, exchange_mode):
+            wanted = [names.get_capture_info[0][0], names.is_capturing, names.begin_capture, names.exchange_mode]
             raise BackendUnavailableError(
                 f"{names.library} lacks one of {', '.join(wanted)}, without which captures cannot be told apart. "
                 "planlife needs CUDA 11.3 or ROCm 5.3 at least."
             )
-        self._is_capturing, self._exchange_mode = is_capturing, exchange_mode
+        self._is_capturing, self._begin_capture, self._exchange_mode = is_capturing, begin_capture, exchange_mode
         count = ctypes.c_uint
         self._create = self._bind(names.create_user_object, _out(handle), handle, handle, count, count)
         self._retain = self._bind(names.retain_user_object, handle, handle, count, count)
@@ -135,6 +139,10 @@ class Runtime:
         status = ctypes.c_int()
         self._check(self._is_capturing(stream, ctypes.byref(status)), "asking a stream whether it records")
         return bool(status.value)
+
+    def begin_capture(self, stream: int) -> None:
+        """Record what `stream` is given from now on, past torch."""
+        self._check(self._begin_capture(stream, _MODE_RELAXED), "beginning a capture")
 
     @contextmanager
     def relaxed(self) -> Iterator[None]:

@@ -115,7 +115,7 @@ def test_worst_case_bytes_is_what_torchs_allocator_gives_and_close_returns_all_o
         for index in range(pick.randint(1, 3))
     }
     ladder = CapacityLadder(pick.choices(range(1, 200), k=3))
-    PlanManager(sites, ladder=ladder, device="cuda", backend=TorchBackend()).close()
+    gpu_world().manager.close()  # the matrix library keeps a workspace from its first use on
     with PlanManager(
         sites,
         ladder=ladder,
@@ -200,7 +200,7 @@ def test_a_graph_that_ends_while_replays_are_in_flight_keeps_what_they_read(end:
             graph.reset()
         else:
             del graph
-        world.manager.trim(0)
+        freed_bytes = world.manager.trim(0)
         blocks = poison()
     if num_replays:
         assert not unseen.query()  # it was in flight all the time
@@ -210,7 +210,7 @@ def test_a_graph_that_ends_while_replays_are_in_flight_keeps_what_they_read(end:
         world.assert_right(world.output, expected)
     world.settle()
     assert world.manager.report().pinned_bytes == 0
-    assert world.manager.trim(0) > 0
+    assert freed_bytes + world.manager.trim(0) == world.manager.worst_case_bytes()
     assert world.manager.report().resident_bytes == 0
     del blocks
 
@@ -459,17 +459,18 @@ def test_a_stale_decode_is_told_by_a_call_soon_after() -> None:
 
 @pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
 def test_another_thread_may_plan_bring_back_evict_and_drop_graphs_while_this_one_records(mode: str) -> None:
-    """C72, C67: in each mode; of other allocations only those that torch has cached, which kill nothing."""
+    """C72, C67: in each mode. In global mode a thread's first matrix product itself is refused by CUDA."""
     world = gpu_world()
     world.set_lens(LENS)
     other_output = torch.full_like(world.output, torch.nan)
     old = [world.capture(world.step(), IN_GRAPH)]
 
     def meddle() -> None:
-        with torch.cuda.stream(torch.cuda.default_stream()):
-            for rows in (4, 2, 4):
-                world.decode(world.manager.plan_for(world.step(rows)), output=other_output[:rows])
-                assert world.manager.trim(0) > 0
+        for rows in (4, 2, 4):
+            plan = world.manager.plan_for(world.step(rows))
+            if mode != "global":
+                world.decode(plan, output=other_output[:rows])
+            assert world.manager.trim(0) > 0
 
     world.elsewhere(meddle)
     torch.cuda.synchronize()
@@ -480,7 +481,8 @@ def test_another_thread_may_plan_bring_back_evict_and_drop_graphs_while_this_one
         old.clear()
         world.decode(plan)
     torch.cuda.synchronize()
-    world.assert_right(other_output[:4], world.expected(world.query[:4], world.lens[:4]))
+    if mode != "global":
+        world.assert_right(other_output[:4], world.expected(world.query[:4], world.lens[:4]))
     for _ in range(2):
         world.set_lens(world.random_lens(8))
         world.assert_right(world.replay(graph, world.step()), world.expected())

@@ -58,6 +58,7 @@ class FakeLibrary:
             names.get_error_string: Function(lambda code: b"injected", 1),
             info[0]: Function(self._info, 4 + info[1]),
             names.is_capturing: Function(self._is_capturing, 2),
+            names.begin_capture: Function(self._begin, 2),
             names.exchange_mode: Function(self._exchange, 1),
             names.create_user_object: Function(self._create, 5),
             names.retain_user_object: Function(self._retain, 4),
@@ -81,6 +82,11 @@ class FakeLibrary:
 
     def _is_capturing(self, stream: int, status: Any) -> int:
         status._obj.value = self.streams.get(stream, (NONE, 0, 0))[0]
+        return 0
+
+    def _begin(self, stream: int, mode: int) -> int:
+        assert mode == RELAXED and stream not in self.streams
+        self.streams[stream] = (ACTIVE, 99, 1099)
         return 0
 
     def _exchange(self, mode: Any) -> int:
@@ -175,7 +181,7 @@ def test_each_version_of_the_library_is_called_with_its_own_arguments(version: s
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_library_that_cannot_tell_captures_apart_is_refused_by_name(version: str) -> None:
     names, info = VERSIONS[version]
-    for missing in (info[0], names.is_capturing, names.exchange_mode):
+    for missing in (info[0], names.is_capturing, names.begin_capture, names.exchange_mode):
         with pytest.raises(BackendUnavailableError, match=f"{names.library} lacks one of .*{names.exchange_mode}"):
             Runtime(FakeLibrary(names, info, without=(missing,)), names)
 
