@@ -6,6 +6,7 @@ import ctypes
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -452,3 +453,155 @@ def test_a_word_counts_its_posts() -> None:
     word.post()
     assert word and word.take() and word and word.take()
     assert not word
+
+
+# Recording, with torch's part of it on a double too.
+
+
+class RecordedGraph:
+    """torch.cuda.CUDAGraph as far as recording goes: an invalidated capture ends with an error and stays half open."""
+
+    def __init__(self, library: FakeLibrary, handle: int = 1041) -> None:
+        self.library = library
+        self.handle = handle
+        self.is_open = False  # torch's allocators and generators take it for recording
+        self.is_full = False
+        self.library.destructors[handle] = []
+
+    def begin(self) -> None:
+        if self.is_full:
+            raise RuntimeError("This CUDAGraph instance already owns a captured graph.")
+        self.is_open = True
+        self.library.streams[STREAM] = (ACTIVE, 41, self.handle)
+
+    def capture_end(self) -> None:
+        status, _, handle = self.library.streams.pop(STREAM)
+        if status == INVALIDATED:
+            self.library.destroy(self.handle)
+            self.library.destructors[self.handle] = []
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.is_open, self.is_full = False, True
+        self.handle = handle
+
+    def pool(self) -> tuple[int, int]:
+        if not self.is_full:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+        return 0, 1
+
+    def reset(self) -> None:
+        assert self.library.mode == RELAXED
+        if self.is_full:
+            self.library.destroy(self.handle)
+        self.is_full = False
+
+
+class Recorder:
+    """A device, a graph to record into, and where torch is."""
+
+    def __init__(self, device: CudaDevice, library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.device = device
+        self.library = library
+        self.library.destructors[1099] = []
+        self.graph = RecordedGraph(library)
+        self.home = SimpleNamespace(cuda_stream=0)
+        self.side = SimpleNamespace(cuda_stream=STREAM)
+        self.stream = self.home
+        recorder = self
+
+        class graph:
+            default_capture_stream = None
+
+            def __init__(self, graph: RecordedGraph, pool: Any, stream: Any, capture_error_mode: str) -> None:
+                assert capture_error_mode == "thread_local"
+                self.graph = graph
+
+            def __enter__(self) -> None:
+                recorder.stream = recorder.side
+                self.graph.begin()
+
+            def __exit__(self, *exc_info: object) -> None:
+                self.graph.capture_end()
+                recorder.stream = recorder.home
+
+        def sleep(cycles: int) -> None:
+            assert recorder.stream is recorder.side and library.streams[STREAM][0] == ACTIVE
+
+        monkeypatch.setattr(torch.cuda, "graph", graph)
+        monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda index: recorder.stream)
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(recorder, "stream", stream))
+        monkeypatch.setattr(torch.cuda, "_sleep", sleep, raising=False)
+
+    def assert_torch_is_as_it_was(self) -> None:
+        assert self.stream is self.home
+        assert not self.graph.is_open
+        assert STREAM not in self.library.streams
+        assert self.library.mode == 0
+
+
+@pytest.fixture
+def recorder(make_device: Callable[..., CudaDevice], library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(make_device(), library, monkeypatch)
+
+
+def test_a_body_is_recorded_inside_the_relaxed_guard(recorder: Recorder) -> None:
+    with recorder.device.record(recorder.graph) as graph:
+        assert graph is recorder.graph
+        assert recorder.library.mode == RELAXED
+        assert recorder.device.capture_id() == 41
+    assert recorder.graph.is_full
+    assert recorder.device.capture_of(recorder.graph) is None  # type: ignore[arg-type]
+    recorder.assert_torch_is_as_it_was()
+
+
+class BodyError(Exception):
+    """What a model raises in its forward."""
+
+
+@pytest.mark.parametrize("invalidated", [False, True])
+def test_a_body_that_raises_leaves_an_empty_graph_and_its_watchers_told(recorder: Recorder, invalidated: bool) -> None:
+    """The body's own exception comes out, also where the end of its invalidated capture raises another; nothing holds
+    its frames afterwards."""
+    device, library = recorder.device, recorder.library
+    queue = device.release_queue()
+    alive: list[weakref.ref[Kept]] = []
+
+    def body() -> None:
+        in_frame = Kept()
+        alive.append(weakref.ref(in_frame))
+        raise BodyError
+
+    with pytest.raises(BodyError) as caught:
+        with device.record(recorder.graph):
+            device.watch_capture(queue, None)
+            if invalidated:
+                library.streams[STREAM] = (INVALIDATED, 0, 0)
+            body()
+    assert device.capture_of(recorder.graph) == 0  # type: ignore[arg-type]
+    recorder.assert_torch_is_as_it_was()
+    assert queue and queue.popleft() == 41
+    gc.disable()
+    try:
+        del caught
+        assert alive[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_a_body_that_swallows_what_invalidated_its_capture_raises_at_the_end(recorder: Recorder) -> None:
+    with pytest.raises(RuntimeError, match="due to a previous error during capture"):
+        with recorder.device.record(recorder.graph):
+            recorder.library.streams[STREAM] = (INVALIDATED, 0, 0)
+    assert recorder.device.capture_of(recorder.graph) == 0  # type: ignore[arg-type]
+    recorder.assert_torch_is_as_it_was()
+
+
+def test_a_capture_that_does_not_begin_costs_no_earlier_one(recorder: Recorder) -> None:
+    with recorder.device.record(recorder.graph):
+        pass
+    with pytest.raises(RuntimeError, match="already owns"), recorder.device.record(recorder.graph):
+        raise AssertionError("the body ran")
+    assert recorder.graph.is_full
+    recorder.assert_torch_is_as_it_was()
+    with pytest.raises(TypeError, match="strem"):
+        recorder.device.record(recorder.graph, strem=None)
