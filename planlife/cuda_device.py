@@ -260,15 +260,11 @@ class CudaDevice(TorchDevice):
                 torch.cuda.set_stream(home)
                 # The end of an invalidated capture raises too; what the body raised says why.
                 if failure is None or failure is error:
-                    failure = None
                     raise
             finally:
                 self._this_thread.graph = None
         if failure is not None:
-            try:
-                raise failure
-            finally:
-                failure = None  # it holds this frame
+            raise failure
 
     def _capture_stream(self) -> torch.cuda.Stream | None:
         """None for torch's own, which graphs must share that share a pool; it is of the device that captured first."""

@@ -588,10 +588,14 @@ def test_a_body_that_raises_leaves_an_empty_graph_and_its_watchers_told(recorder
         gc.enable()
 
 
-def test_a_body_that_swallows_what_invalidated_its_capture_raises_at_the_end(recorder: Recorder) -> None:
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_body_that_swallows_what_invalidated_its_capture_raises_at_the_end(recorder: Recorder, moves: bool) -> None:
+    """Also where the body left torch on another stream."""
     with pytest.raises(RuntimeError, match="due to a previous error during capture"):
         with recorder.device.record(recorder.graph):
             recorder.library.streams[STREAM] = (INVALIDATED, 0, 0)
+            if moves:
+                recorder.stream = recorder.home
     assert recorder.device.capture_of(recorder.graph) == 0  # type: ignore[arg-type]
     recorder.assert_torch_is_as_it_was()
 
