@@ -11,7 +11,7 @@ import torch
 from ..errors import ConfigError
 from ..kernels.torch_decode import decode_into
 from ..kernels.torch_planner import plan_into
-from ..planner import spec_capacity
+from ..planner import default_workgroup_budget, spec_capacity
 from ..spec import DTYPE_BYTES, PlanSpec, check_int
 from .base import FLAG_CLAMPED, FLAG_STALE
 
@@ -81,6 +81,9 @@ class TorchBackend:
     def refuse_step(self, spec: PlanSpec, context_lens: Any) -> Sequence[str]:
         return ()
 
+    def default_workgroup_budget(self, spec: PlanSpec, device: Any) -> int:
+        return default_workgroup_budget(device.num_compute_units)
+
     def table_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
         return _table_ends(spec_capacity(spec, plan_rows, num_compute_units), plan_rows)[2]
 
@@ -129,6 +132,7 @@ class TorchBackend:
         key_scale: Any,
         value_scale: Any,
         sinks: Any,
+        lse: Any,
     ) -> None:
         spec = tables.spec
         for what, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
@@ -149,13 +153,15 @@ class TorchBackend:
             key_scale=_on_host_as_float(key_scale),
             value_scale=_on_host_as_float(value_scale),
             sinks=sinks,
+            lse=lse,
         )
 
-    def sanitize(self, tables: TorchPlan, context_lens: torch.Tensor, num_rows: int, flags: torch.Tensor) -> None:
-        max_tokens = tables.spec.max_context_tokens
+    def sanitize(
+        self, tables: TorchPlan, context_lens: torch.Tensor, num_rows: int, flags: torch.Tensor, max_tokens: int
+    ) -> None:
         lens = context_lens[:num_rows]
         wanted = torch.zeros_like(tables.staged_lens)
-        wanted[:num_rows].copy_(lens.clamp(0, max_tokens))
+        wanted[:num_rows].copy_(lens.clamp(0, tables.spec.max_context_tokens))
         first_slots, num_slots = tables.reduce_info.to(torch.int64).unbind(1)
         # Not staged_lens: the tables are what a decode reads. An empty last row may start one slot past them.
         in_tables = tables.work_info[:, 3][first_slots.clamp(0, tables.capacity - 1)]
@@ -183,10 +189,12 @@ def dense_fallback(
     key_scale: Any,
     value_scale: Any,
     sinks: Any,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """The "torch" fallback: the same decode with one task per row, planned on the fly.
 
-    context_lens: int32[rows]; the other tensors as for `PlanManager.pa_decode`. Query rows behind are zeroed.
+    context_lens: int32[rows]; the other tensors as for `PlanManager.pa_decode`. Query rows behind are zeroed, and their
+        lse is -inf.
 
     Raises ConfigError. Capture: yes. Syncs: no. Allocates: tables and scratch, for the call only (R26).
     """
@@ -218,5 +226,8 @@ def dense_fallback(
             key_scale,
             value_scale,
             sinks,
+            None if lse is None else lse[query_rows],
         )
     output[num_rows * length :].zero_()
+    if lse is not None:
+        lse[num_rows * length :].fill_(-torch.inf)

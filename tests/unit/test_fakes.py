@@ -32,8 +32,8 @@ class World:
         self.backend.refresh(self.plan, self.lens, len(self.lens))
 
     def decode(self) -> None:
-        no_scales: tuple[Any, ...] = (None, None, None)
-        self.backend.decode(self.plan, self.arena, self.output, self.output, None, None, None, 1.0, *no_scales)
+        nothing: tuple[Any, ...] = (None,) * 4  # scales, sinks and lse
+        self.backend.decode(self.plan, self.arena, self.output, self.output, None, None, None, 1.0, *nothing)
 
 
 def test_a_decode_shows_the_lengths_in_its_tables():
@@ -262,6 +262,6 @@ def test_the_sanitizer_counts_stale_and_clamped(lens, flags):
     world.refresh()
     words = world.device.zeros_flags(2)
     world.lens.write(lens)
-    world.backend.sanitize(world.plan, world.lens, 3, words)
+    world.backend.sanitize(world.plan, world.lens, 3, words, 1000)
     assert world.device.read_flags(words) == flags
     assert world.device.read_flags(words) == [0, 0]
