@@ -16,7 +16,7 @@ from ..spec import DTYPE_BYTES, PlanSpec, check_int
 from .base import FLAG_CLAMPED, FLAG_STALE
 
 #: In staged_lens: the tables were emptied on purpose, whatever the length buffer says.
-_EMPTIED = -1
+EMPTIED = -1
 _ALIGN_BYTES = 16
 _FALLBACK_ROWS = 1024  # rows that the fallback decodes at a time: its scratch stays bounded
 
@@ -35,7 +35,7 @@ class TorchPlan:
         self.spec = spec
         self.capacity = spec_capacity(spec, plan_rows, num_compute_units)
         self.max_partitions = num_compute_units if spec.max_partitions is None else spec.max_partitions
-        work_end, reduce_end, lens_end = _table_ends(self.capacity, plan_rows)
+        work_end, reduce_end, lens_end = table_ends(self.capacity, plan_rows)
         # In inference mode view(dtype) makes an inference tensor, which no step outside that mode could refresh.
         with torch.inference_mode(False):
             self.work_info = buffer[: self.capacity * 16].view(torch.int32).view(self.capacity, 4)
@@ -43,7 +43,7 @@ class TorchPlan:
             self.staged_lens = buffer[reduce_end:lens_end].view(torch.int32)
 
 
-def _table_ends(capacity: int, plan_rows: int) -> tuple[int, int, int]:
+def table_ends(capacity: int, plan_rows: int) -> tuple[int, int, int]:
     """Where work_info, reduce_info and staged_lens end; each starts aligned."""
     work_end = capacity * 16
     reduce_end = work_end + -(-plan_rows * 8 // _ALIGN_BYTES) * _ALIGN_BYTES
@@ -82,7 +82,7 @@ class TorchBackend:
         return ()
 
     def table_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
-        return _table_ends(spec_capacity(spec, plan_rows, num_compute_units), plan_rows)[2]
+        return table_ends(spec_capacity(spec, plan_rows, num_compute_units), plan_rows)[2]
 
     def scratch_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
         slots = spec.num_kv_heads * spec_capacity(spec, plan_rows, num_compute_units)
@@ -114,7 +114,7 @@ class TorchBackend:
             query_length=spec.query_length,
         )
         if context_lens is None:
-            staged.fill_(_EMPTIED)
+            staged.fill_(EMPTIED)
 
     def decode(
         self,
@@ -160,7 +160,7 @@ class TorchBackend:
         # Not staged_lens: the tables are what a decode reads. An empty last row may start one slot past them.
         in_tables = tables.work_info[:, 3][first_slots.clamp(0, tables.capacity - 1)]
         planned = torch.where(num_slots > 0, in_tables, 0)
-        is_stale = (planned != wanted).any() & (tables.staged_lens != _EMPTIED).all()
+        is_stale = (planned != wanted).any() & (tables.staged_lens != EMPTIED).all()
         flags[FLAG_STALE].add_(is_stale)
         flags[FLAG_CLAMPED].add_((lens > max_tokens).sum())
 
