@@ -15,6 +15,7 @@ from .errors import (
 )
 from .ladder import CapacityLadder
 from .manager import PlanManager
+from .merge import merge
 from .plan import OffPlan, StepPlan
 from .report import MemoryReport
 from .spec import PlanSpec, Step
@@ -40,4 +41,5 @@ __all__ = [
     "StalePlanError",
     "Step",
     "StepPlan",
+    "merge",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from inspect import Parameter, signature
 from typing import Any
 
 from .backends.base import Backend, require_backend
@@ -64,6 +65,19 @@ def resolve_backend(backend: str | Backend) -> Backend:
 
         return TorchBackend()
     return require_backend(backend)
+
+
+def takes_lse(fallback: FallbackFn) -> bool:
+    """Whether a fallback can be asked for the log-sum-exps. One whose signature cannot be read cannot."""
+    try:
+        parameters = signature(fallback).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return any(
+        one.kind is Parameter.VAR_KEYWORD
+        or (one.name == "lse" and one.kind in (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD))
+        for one in parameters
+    )
 
 
 def resolve_fallback(

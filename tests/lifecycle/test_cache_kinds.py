@@ -53,6 +53,7 @@ class KindWorld(World):
         query: torch.Tensor | None = None,
         output: torch.Tensor | None = None,
         tables: torch.Tensor | None = None,
+        **extras: Any,
     ) -> torch.Tensor:
         rows = max(plan.rows, plan.class_rows or 0)
         result: torch.Tensor = self.manager.pa_decode(
@@ -65,10 +66,11 @@ class KindWorld(World):
             self.spec.head_dim**-0.5,
             sinks=self.sinks,
             **self.scales,
+            **extras,
         )
         return result
 
-    def dense(self, rows: int) -> torch.Tensor:
+    def dense(self, rows: int, **extras: Any) -> torch.Tensor:
         """float64: the dense answer for what is in the buffers now."""
         return reference_decode(
             self.query[:rows],
@@ -78,6 +80,7 @@ class KindWorld(World):
             self.spec.head_dim**-0.5,
             sinks=self.sinks,
             **self.scales,
+            **extras,
         )
 
 

@@ -110,6 +110,7 @@ class World:
         query: torch.Tensor | None = None,
         output: torch.Tensor | None = None,
         tables: torch.Tensor | None = None,
+        **extras: Any,
     ) -> torch.Tensor:
         """One layer; its query and output are by default as many rows of the world's as the plan can take."""
         rows = self.rows if plan.route == "dummy" else plan.class_rows or plan.rows
@@ -118,7 +119,7 @@ class World:
         output = self.output[:end] if output is None else output
         tables = self.tables if tables is None else tables
         result: torch.Tensor = self.manager.pa_decode(
-            plan, output, query, self.key_cache, self.value_cache, tables, self.spec.head_dim**-0.5
+            plan, output, query, self.key_cache, self.value_cache, tables, self.spec.head_dim**-0.5, **extras
         )
         return result
 

@@ -81,7 +81,7 @@ class KindCall(Call):
     def extras(self) -> dict[str, Any]:
         return {"key_scale": self.key_scale, "value_scale": self.value_scale, "sinks": self.sinks}
 
-    def reference(self, lens: torch.Tensor | None = None) -> torch.Tensor:
+    def reference(self, lens: torch.Tensor | None = None, lse: torch.Tensor | None = None) -> torch.Tensor:
         scaled = self.key_scale is not None
         return reference_decode(
             self.query,
@@ -94,7 +94,16 @@ class KindCall(Call):
             key_scale=self.key_scale if scaled else 1.0,
             value_scale=self.value_scale if scaled else 1.0,
             sinks=self.sinks,
+            lse=lse,
         )
+
+    def poisoned_lse(self) -> torch.Tensor:
+        return torch.full(self.query.shape[:2], torch.nan)
+
+    def assert_lse_matches(self, lse: torch.Tensor) -> None:
+        wanted = self.poisoned_lse()
+        self.reference(lse=wanted)
+        torch.testing.assert_close(lse, wanted, rtol=1e-5, atol=2e-5)
 
     def assert_matches(self, output: torch.Tensor, lens: torch.Tensor | None = None) -> None:
         errors = row_errors(output, self.reference(lens), self.spec.query_length)
@@ -163,10 +172,14 @@ def test_every_combination_of_two_options_equals_the_reference(case):
     options = dict(case)
     lens, group = options.pop("lens"), options.pop("group")
     call = KindCall(lens, num_q_heads=group * 2, num_kv_heads=2, **options)
-    call.assert_matches(call.decode())
+    lse = call.poisoned_lse()
+    call.assert_matches(call.decode(lse=lse))
+    call.assert_lse_matches(lse)
     call.output.fill_(torch.nan)
-    fall_back(call, **call.extras())
+    lse.fill_(torch.nan)
+    fall_back(call, **call.extras(), lse=lse)
     call.assert_matches(call.output)
+    call.assert_lse_matches(lse)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
