@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from inspect import Parameter, signature
 from typing import Any
@@ -14,6 +14,13 @@ from .ladder import CapacityLadder
 from .spec import PlanSpec
 
 FallbackFn = Callable[..., Any]
+
+#: Names of backends, in the order in which "auto" prefers them; names of fallbacks.
+BACKENDS = ("aiter", "triton", "torch")
+FALLBACKS = ("triton", "torch")
+
+#: The oldest that the kernels were run with.
+_LEAST_TRITON = (3, 6)
 
 
 def check_choice(what: str, value: object, known: tuple[str, ...]) -> None:
@@ -53,18 +60,82 @@ def resolve_device(device: Any) -> Device:
     return torch_device.resolve_device(device)
 
 
-def resolve_backend(backend: str | Backend) -> Backend:
-    """A Backend, or the one of that name; BackendUnavailableError for those that are not here, else ConfigError."""
-    if isinstance(backend, str):
-        if backend in ("triton", "aiter"):
-            raise BackendUnavailableError(
-                f"backend={backend!r} is not part of this release; pass backend='torch' (or 'auto') and device='cpu'."
-            )
-        check_choice("backend", backend, ("auto", "aiter", "triton", "torch"))
-        from .backends.torch_backend import TorchBackend
+def absence_reasons(name: str) -> Sequence[str]:
+    """Why the backend of that name is not here at all, whatever the site; empty = it is. ConfigError for no name."""
+    check_choice("backend", name, BACKENDS)
+    if name == "torch":
+        return ()
+    if name == "triton":
+        return _triton_absence()
+    return (f"backend={name!r} is not part of this release; pass backend='torch' (or 'auto') and device='cpu'",)
 
-        return TorchBackend()
-    return require_backend(backend)
+
+def _triton_absence() -> Sequence[str]:
+    wanted = ".".join(map(str, _LEAST_TRITON))
+    try:
+        import triton
+    except ImportError as error:
+        return (
+            f"'triton' needs the package triton >= {wanted}, which cannot be imported here ({error}); "
+            "pip install 'planlife[triton]', or pass 'torch'",
+        )
+    found = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if found < _LEAST_TRITON:
+        return (f"'triton' needs the package triton >= {wanted}, and {triton.__version__} is here; upgrade it",)
+    return ()
+
+
+def backend_reasons(name: str, spec: PlanSpec, device: Device) -> Sequence[str]:
+    """Everything against the backend of that name for `spec` on `device`; empty = it can serve it."""
+    return absence_reasons(name) or _make_backend(name).refuse_spec(spec, device)
+
+
+def auto_backend(specs: Mapping[str, PlanSpec], device: Device) -> str:
+    """What "auto" means: on a CPU torch, else the first of BACKENDS that can serve every site, else torch."""
+    if device.name == "cpu":
+        return "torch"
+    able = (name for name in BACKENDS if not any(backend_reasons(name, spec, device) for spec in specs.values()))
+    return next(able, "torch")
+
+
+def _make_backend(name: str) -> Backend:
+    """The backend of a name without absence_reasons."""
+    if name == "triton":
+        from .backends.triton_backend import TritonBackend
+
+        return TritonBackend()
+    from .backends.torch_backend import TorchBackend
+
+    return TorchBackend()
+
+
+def resolve_backend(
+    backend: str | Backend, specs: Mapping[str, PlanSpec] | None = None, device: Device | None = None
+) -> Backend:
+    """A Backend, or the one of that name; "auto" for these sites on this device, without a device torch.
+
+    Raises BackendUnavailableError for those that are not here, else ConfigError.
+    """
+    if not isinstance(backend, str):
+        return require_backend(backend)
+    check_choice("backend", backend, ("auto", *BACKENDS))
+    if backend == "auto":
+        backend = "torch" if specs is None or device is None else auto_backend(specs, device)
+    if absence := absence_reasons(backend):
+        raise BackendUnavailableError("; ".join(absence) + ".")
+    return _make_backend(backend)
+
+
+def fallback_absence_reasons(name: str) -> Sequence[str]:
+    """Why the fallback of that name is not here at all, whatever the site; empty = it is. ConfigError for no name."""
+    check_choice("fallback", name, FALLBACKS)
+    return absence_reasons(name)
+
+
+def fallback_reasons(name: str, spec: PlanSpec, device: Device) -> Sequence[str]:
+    """Everything against the fallback of that name for `spec` on `device`; empty = it can serve it."""
+    one_task_each = replace(spec, max_partitions=None)  # a cap is not for what makes one task of each row
+    return fallback_absence_reasons(name) or _make_backend(name).refuse_spec(one_task_each, device)
 
 
 def takes_lse(fallback: FallbackFn) -> bool:
@@ -83,22 +154,25 @@ def takes_lse(fallback: FallbackFn) -> bool:
 def resolve_fallback(
     fallback: str | FallbackFn | None, specs: Mapping[str, PlanSpec], device: Device
 ) -> FallbackFn | None:
-    """A callable, or the one of that name, which must be able to take every site (R30).
+    """A callable, or the one of that name, which must be able to take every site (R30) and is compiled for them here.
 
-    Raises ConfigError, BackendUnavailableError for "triton".
+    Raises ConfigError, BackendUnavailableError for "triton" where it is not here.
     """
     if fallback is None or callable(fallback):
         return fallback
-    if fallback == "triton":
-        raise BackendUnavailableError("fallback='triton' is not part of this release; pass 'torch' or a callable.")
-    if fallback != "torch":
+    if fallback not in FALLBACKS:
         raise ConfigError(f"fallback must be None, 'triton', 'torch' or a callable, got {fallback!r}.")
-    from .backends.torch_backend import TorchBackend, dense_fallback
-
+    if absence := fallback_absence_reasons(fallback):
+        raise BackendUnavailableError("; ".join(absence) + ".")
     for site, spec in specs.items():
-        reasons = TorchBackend().refuse_spec(replace(spec, max_partitions=None), device)  # it makes one of each row
+        reasons = fallback_reasons(fallback, spec, device)
         if reasons:
             raise ConfigError(
-                f"fallback='torch' cannot serve site {site!r}: {'; '.join(reasons)}. Pass a callable that can, or None."
+                f"fallback={fallback!r} cannot serve site {site!r}: {'; '.join(reasons)}. Pass a callable that can, "
+                "or None."
             )
+    from .backends.dense_fallback import DenseFallback
+
+    dense_fallback = DenseFallback(_make_backend(fallback))
+    dense_fallback.prepare(specs.values(), device)
     return dense_fallback

@@ -116,7 +116,7 @@ class PlanManager:
         if type(enabled) is not bool:
             raise ConfigError(f"enabled must be a bool, got {enabled!r}.")
         self._device: Device = resolve_device(device)
-        self._backend: Backend = resolve_backend(backend)
+        self._backend: Backend = resolve_backend(backend, specs, self._device)
         self._fallback: FallbackFn | None = resolve_fallback(fallback, specs, self._device)
         self._fallback_takes_lse = self._fallback is not None and takes_lse(self._fallback)
         self._enabled = enabled

@@ -1,8 +1,9 @@
 """The planner and the sanitizer as Triton kernels: what `planner.plan_tables` computes, on the device.
 
-Row counts, capacities, caps and windows are numbers, so that a handful of compiled kernels plans every class. Two
-structures, by the rows of the class: for few, one launch in which each block plans one row and reads all others for
-it; for many, three launches over tiles of rows (sums, tasks, records), since the first would read rows x rows lengths.
+Row counts, capacities, caps and windows are numbers, so that a handful of compiled kernels plans every class. Three
+structures, by the rows of the class: one launch in which each block plans one row and reads all others for it; one
+launch in which each block does so for a run of rows and slots; and three launches over tiles of rows (sums, tasks,
+records), which read each length a fixed number of times.
 
 Numbers are exact while rows x tiles of a row x capacity < 2^63.
 """
@@ -22,8 +23,9 @@ from .triton_launch import Kernel
 
 _MAX_INT32 = 2**31 - 1
 
-#: Up to so many rows a plan is one launch.
-MAX_ONE_LAUNCH_ROWS = 256
+#: Most rows of a class that is planned with a block per row, and with a block per run of rows and slots.
+MAX_ROW_BLOCKS = 256
+MAX_RUN_BLOCKS = 4096
 _FEW_ROWS = 64  # one warp plans them without a barrier
 _TILE_ROWS = 512
 _FILL_SLOTS = 256
@@ -93,11 +95,9 @@ def _plan_rows(
 
     first_slot = tl.sum(tl.where(rows < row, tasks, 0), 0)
     end_slot = tl.sum(tasks, 0)
-    own = rows == row
-    length = tl.sum(tl.where(own, length, 0), 0)
-    first = tl.sum(tl.where(own, first, 0), 0)
-    tiles = tl.sum(tl.where(own, tiles, 0), 0)
-    tasks = tl.sum(tl.where(own, tasks, 0), 0)
+    tasks = tl.sum(tl.where(rows == row, tasks, 0), 0)
+    length = _read_lens(lens, row, num_rows, max_tokens)  # again: cheaper than to pick it out of a block
+    first, tiles = _row_tiles(length, tokens_behind)
     tl.store(reduce_info + row * 2, first_slot)
     tl.store(reduce_info + row * 2 + 1, tasks)
     tl.store(staged_lens + row, tl.where(empty != 0, -1, length))
@@ -112,6 +112,76 @@ def _plan_rows(
     for from_slot in range(end_slot + row * ROWS, capacity, tl.num_programs(0) * ROWS):
         slots = from_slot + rows
         _store_records(work_info, slots, slots < capacity, zeros, zeros, zeros, zeros)
+
+
+@Kernel
+def _plan_slots(
+    lens,
+    work_info,
+    reduce_info,
+    staged_lens,
+    ticket,
+    num_rows: tl.int32,
+    max_tokens: tl.int32,
+    empty: tl.int32,
+    plan_rows: tl.int32,
+    capacity: tl.int32,
+    max_partitions: tl.int32,
+    tokens_behind: tl.int32,
+    ROWS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Block i plans slots and rows [i * SLOTS, (i + 1) * SLOTS), after reading all lengths twice."""
+    block = tl.program_id(0)
+    total_tiles = tl.full((), 0, tl.int64)
+    spare_slots = capacity
+    for from_row in range(0, plan_rows, ROWS):
+        length = _read_lens(lens, from_row + tl.arange(0, ROWS), num_rows, max_tokens)
+        _, tiles = _row_tiles(length, tokens_behind)
+        total_tiles += tl.sum(tiles.to(tl.int64), 0)
+        spare_slots -= tl.sum((tiles > 0).to(tl.int32), 0)
+    total_tiles = tl.maximum(total_tiles, 1)
+
+    first_slot = block * SLOTS
+    slots = first_slot + tl.arange(0, SLOTS)
+    owner = tl.full((SLOTS,), 0, tl.int32)
+    begin_slots = tl.full((SLOTS,), 0, tl.int32)  # of the owner
+    end_slots = tl.full((SLOTS,), 2147483647, tl.int32)
+    tiles_before = tl.full((), 0, tl.int64)
+    slots_before = tl.full((), 0, tl.int32)
+    for from_row in range(0, plan_rows, ROWS):
+        rows = from_row + tl.arange(0, ROWS)
+        length = _read_lens(lens, rows, num_rows, max_tokens)
+        _, tiles = _row_tiles(length, tokens_behind)
+        tiles_after = tiles_before + tl.cumsum(tiles.to(tl.int64), 0)
+        tasks = _row_tasks(tiles, tiles_after, total_tiles, spare_slots.to(tl.int64), max_partitions)
+        ends = slots_before + tl.cumsum(tasks, 0)
+        own = (rows // SLOTS == block) & (rows < plan_rows)
+        tl.store(reduce_info + rows * 2, ends - tasks, own)
+        tl.store(reduce_info + rows * 2 + 1, tasks, own)
+        tl.store(staged_lens + rows, tl.where(empty != 0, -1, length), own)
+        tiles_before += tl.sum(tiles.to(tl.int64), 0)
+        slots_after = slots_before + tl.sum(tasks, 0)
+        if slots_after <= first_slot:
+            owner += ROWS
+            begin_slots = tl.maximum(begin_slots, slots_after)
+        elif slots_before < first_slot + SLOTS:
+            passed = ends[None, :] <= slots[:, None]
+            owner += tl.sum(passed.to(tl.int32), 1)
+            begin_slots = tl.maximum(begin_slots, tl.max(tl.where(passed, ends[None, :], 0), 1))
+            end_slots = tl.minimum(end_slots, tl.min(tl.where(passed, 2147483647, ends[None, :]), 1))
+        slots_before = slots_after
+    tl.store(ticket, 0, block == 0)
+
+    planned = slots < slots_before
+    owner = tl.where(planned, owner, 0)
+    length = tl.where(planned, _read_lens(lens, owner, num_rows, max_tokens), 0)
+    first, tiles = _row_tiles(length, tokens_behind)
+    tasks = tl.where(planned, end_slots - begin_slots, 1)
+    part = tl.where(planned, slots - begin_slots, 0)
+    begin = first + _part_tiles(part, tiles, tasks)
+    end = first + _part_tiles(part + 1, tiles, tasks)
+    _store_records(work_info, slots, slots < capacity, owner, begin, end, length)
 
 
 @Kernel
@@ -191,24 +261,39 @@ def _fill_records(
     ROWS: tl.constexpr,
     LOG_ROWS: tl.constexpr,
     SLOTS: tl.constexpr,
+    ALL_BLOCKS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """Each program writes SLOTS records and, while there are any, the first slots of ROWS rows."""
     program = tl.program_id(0)
-    slots = program * SLOTS + tl.arange(0, SLOTS)
-    owner_block = tl.zeros((SLOTS,), tl.int32)
-    slots_before = tl.zeros((SLOTS,), tl.int32)
-    slots_before_rows = tl.zeros((), tl.int32)
-    end_slot = tl.zeros((), tl.int32)
-    for from_block in range(0, num_blocks, BLOCKS):
-        blocks = from_block + tl.arange(0, BLOCKS)
+    first_slot = program * SLOTS
+    first_block = tl.full((), 0, tl.int32)  # of rows that have one of these slots
+    last_block = tl.full((), 0, tl.int32)
+    slots_before_block = tl.full((), 0, tl.int32)
+    slots_before_rows = tl.full((), 0, tl.int32)
+    end_slot = tl.full((), 0, tl.int32)
+    for from_block in range(0, num_blocks, ALL_BLOCKS):
+        blocks = from_block + tl.arange(0, ALL_BLOCKS)
         tasks = tl.load(tile_tasks + blocks, blocks < num_blocks, other=0)
         ends = end_slot + tl.cumsum(tasks, 0)
+        passed = (ends <= first_slot) & (blocks < num_blocks)
+        first_block += tl.sum(passed.to(tl.int32), 0)
+        slots_before_block += tl.sum(tl.where(passed, tasks, 0), 0)
+        last_block += tl.sum(((ends < first_slot + SLOTS) & (blocks < num_blocks)).to(tl.int32), 0)
+        slots_before_rows += tl.sum(tl.where(blocks < program, tasks, 0), 0)
+        end_slot += tl.sum(tasks, 0)
+
+    slots = first_slot + tl.arange(0, SLOTS)
+    owner_block = tl.full((SLOTS,), 0, tl.int32) + first_block
+    slots_before = tl.full((SLOTS,), 0, tl.int32) + slots_before_block
+    for from_block in range(first_block, tl.minimum(last_block + 1, num_blocks), BLOCKS):
+        blocks = from_block + tl.arange(0, BLOCKS)
+        tasks = tl.load(tile_tasks + blocks, blocks < num_blocks, other=0)
+        ends = slots_before_block + tl.cumsum(tasks, 0)
         passed = (ends[None, :] <= slots[:, None]) & (blocks < num_blocks)[None, :]
         owner_block += tl.sum(passed.to(tl.int32), 1)
         slots_before += tl.sum(tl.where(passed, tasks[None, :], 0), 1)
-        slots_before_rows += tl.sum(tl.where(blocks < program, tasks, 0), 0)
-        end_slot += tl.sum(tasks, 0)
+        slots_before_block += tl.sum(tasks, 0)
 
     planned = slots < end_slot
     local_slots = slots - slots_before
@@ -277,6 +362,10 @@ def _compare_lens(
 _INT32, _INT64 = torch.int32, torch.int64
 
 
+#: TRITON_INTERPRET was set when Triton was imported: kernels take CPU tensors, and no others.
+IS_INTERPRETED: bool = _plan_rows.is_interpreted
+
+
 class PlanNumbers(NamedTuple):
     """What all plans of a table set have in common. tokens_behind: how far behind a row's end its tokens are read."""
 
@@ -314,11 +403,6 @@ class Planner(Protocol):
         """Bytes, a multiple of 8, that a plan of so many rows needs besides its tables."""
         ...
 
-    @staticmethod
-    def prepare(device: str, plan_rows: int) -> int:
-        """Compile what is not compiled yet; returns how many kernels were."""
-        ...
-
     def __init__(self, device: str, numbers: PlanNumbers, tables: Tables) -> None:
         """Raises MintError for kernels that were not prepared."""
         ...
@@ -328,35 +412,64 @@ class Planner(Protocol):
         ...
 
 
-class OneLaunchPlanner:
-    """Planner of classes with up to MAX_ONE_LAUNCH_ROWS rows: each block reads all lengths and plans one row."""
+class RowPlanner:
+    """Planner of classes with up to MAX_ROW_BLOCKS rows: each block reads all lengths and plans one row."""
 
-    _DTYPES = (_INT32, _INT32, _INT32, _INT32, _INT64)
+    DTYPES = (_INT32, _INT32, _INT32, _INT32, _INT64)
 
     def __init__(self, device: str, numbers: PlanNumbers, tables: Tables) -> None:
         self._numbers = numbers
         self._written = tables[:4]
-        self._launch = _plan_rows.prepared(device, *self._DTYPES, **self._constants(numbers.plan_rows))
+        self._launch = _plan_rows.prepared(device, *self.DTYPES, **self._constants(numbers.plan_rows))
 
     @staticmethod
     def workspace_bytes(plan_rows: int) -> int:
         return 0
 
     @classmethod
-    def prepare(cls, device: str, plan_rows: int) -> int:
-        return int(_plan_rows.prepare(device, *cls._DTYPES, **cls._constants(plan_rows)))
+    def prepare(cls, device: str) -> None:
+        """Compile what is not compiled yet."""
+        for plan_rows in (_FEW_ROWS, MAX_ROW_BLOCKS):
+            _plan_rows.prepare(device, *cls.DTYPES, **cls._constants(plan_rows))
 
     @staticmethod
     def _constants(plan_rows: int) -> dict[str, int]:
         if plan_rows <= _FEW_ROWS:
             return {"ROWS": _FEW_ROWS, "num_warps": 1}
-        return {"ROWS": MAX_ONE_LAUNCH_ROWS, "num_warps": 4}
+        return {"ROWS": MAX_ROW_BLOCKS, "num_warps": 4}
 
     def plan(self, lens: torch.Tensor, num_rows: int, *, is_emptied: bool) -> None:
         plan_rows, capacity, max_partitions, max_tokens, tokens_behind = self._numbers
         self._launch(
             (plan_rows, 1, 1), lens, *self._written, num_rows, max_tokens, int(is_emptied), capacity, max_partitions,
             tokens_behind,
+        )  # fmt: skip
+
+
+class RunPlanner:
+    """Planner of classes with up to MAX_RUN_BLOCKS rows: each block reads all lengths and plans a run of them."""
+
+    _CONSTANTS: ClassVar = {"ROWS": 512, "SLOTS": 64, "num_warps": 4}
+
+    def __init__(self, device: str, numbers: PlanNumbers, tables: Tables) -> None:
+        self._numbers = numbers
+        self._written = tables[:4]
+        self._launch = _plan_slots.prepared(device, *RowPlanner.DTYPES, **self._CONSTANTS)
+
+    @staticmethod
+    def workspace_bytes(plan_rows: int) -> int:
+        return 0
+
+    @classmethod
+    def prepare(cls, device: str) -> None:
+        """Compile what is not compiled yet."""
+        _plan_slots.prepare(device, *RowPlanner.DTYPES, **cls._CONSTANTS)
+
+    def plan(self, lens: torch.Tensor, num_rows: int, *, is_emptied: bool) -> None:
+        plan_rows, capacity, max_partitions, max_tokens, tokens_behind = self._numbers
+        self._launch(
+            (-(-capacity // self._CONSTANTS["SLOTS"]), 1, 1), lens, *self._written, num_rows, max_tokens,
+            int(is_emptied), plan_rows, capacity, max_partitions, tokens_behind,
         )  # fmt: skip
 
 
@@ -376,7 +489,8 @@ class TiledPlanner:
             "ROWS": _TILE_ROWS,
             "LOG_ROWS": _TILE_ROWS.bit_length() - 1,
             "SLOTS": _FILL_SLOTS,
-            "BLOCKS": 32,
+            "ALL_BLOCKS": 256,
+            "BLOCKS": 8,
             "num_warps": 4,
         },
     )
@@ -404,8 +518,10 @@ class TiledPlanner:
         return (cls._SUM, cls._SHARE, cls._FILL)
 
     @classmethod
-    def prepare(cls, device: str, plan_rows: int) -> int:
-        return sum(kernel.prepare(device, *dtypes, **constants) for kernel, dtypes, constants in cls._kernels())
+    def prepare(cls, device: str) -> None:
+        """Compile what is not compiled yet."""
+        for kernel, dtypes, constants in cls._kernels():
+            kernel.prepare(device, *dtypes, **constants)
 
     def plan(self, lens: torch.Tensor, num_rows: int, *, is_emptied: bool) -> None:
         plan_rows, capacity, max_partitions, max_tokens, tokens_behind = self._numbers
@@ -430,9 +546,17 @@ def _num_blocks(plan_rows: int) -> int:
     return -(-plan_rows // _TILE_ROWS)
 
 
+def prepare_planners(device: str) -> None:
+    """Compile all planners and the sanitizer for `device`: they serve every class, and are few."""
+    for part in (RowPlanner, RunPlanner, TiledPlanner, Sanitizer):
+        part.prepare(device)
+
+
 def planner_for(plan_rows: int) -> type[Planner]:
     """The Planner for table sets of so many rows."""
-    return OneLaunchPlanner if plan_rows <= MAX_ONE_LAUNCH_ROWS else TiledPlanner
+    if plan_rows <= MAX_ROW_BLOCKS:
+        return RowPlanner
+    return RunPlanner if plan_rows <= MAX_RUN_BLOCKS else TiledPlanner
 
 
 class Sanitizer:
@@ -448,9 +572,9 @@ class Sanitizer:
         self._launch = _compare_lens.prepared(device, *self._DTYPES, **self._CONSTANTS)
 
     @classmethod
-    def prepare(cls, device: str) -> int:
-        """Compile what is not compiled yet; returns how many kernels were."""
-        return int(_compare_lens.prepare(device, *cls._DTYPES, **cls._CONSTANTS))
+    def prepare(cls, device: str) -> None:
+        """Compile what is not compiled yet."""
+        _compare_lens.prepare(device, *cls._DTYPES, **cls._CONSTANTS)
 
     def compare(self, lens: torch.Tensor, num_rows: int, flags: torch.Tensor) -> None:
         """Backend.sanitize. Capture: yes. Syncs: no. Allocates: no."""

@@ -21,7 +21,8 @@ from tests.planner_contract import recorded
 from tests.triton_backend import test_launch, test_planner
 from tests.triton_backend.planner_cases import Case, assert_case, random_cases, tensor_plan
 
-TestOneLaunchPlanner = test_planner.TestOneLaunchPlanner
+TestRowPlanner = test_planner.TestRowPlanner
+TestRunPlanner = test_planner.TestRunPlanner
 TestTiledPlanner = test_planner.TestTiledPlanner
 scale = test_launch.scale
 test_nothing_compiles_after_prepare = test_launch.test_nothing_compiles_after_prepare
@@ -63,9 +64,10 @@ def compiled() -> Iterator[list[Any]]:
     triton.knobs.runtime.jit_post_compile_hook = before
 
 
-@pytest.mark.parametrize("one_launch_rows", [256, 0], ids=["one launch", "tiled"])
-def test_ten_thousand_random_plans_equal_the_tensor_planner(backend, monkeypatch, one_launch_rows):
-    monkeypatch.setattr(triton_planner, "MAX_ONE_LAUNCH_ROWS", one_launch_rows)
+@pytest.mark.parametrize(("row_blocks", "run_blocks"), [(256, 256), (0, 256), (0, 0)], ids=["rows", "runs", "tiles"])
+def test_ten_thousand_random_plans_equal_the_tensor_planner(backend, monkeypatch, row_blocks, run_blocks):
+    monkeypatch.setattr(triton_planner, "MAX_ROW_BLOCKS", row_blocks)
+    monkeypatch.setattr(triton_planner, "MAX_RUN_BLOCKS", run_blocks)
     for case in random_cases(1, 10_000, 256):
         assert_case(backend, make, case, DEVICE)
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from planlife.backends import torch_backend
-from planlife.backends.torch_backend import TorchBackend, dense_fallback
+from planlife.backends.dense_fallback import DenseFallback
+from planlife.backends.torch_backend import TorchBackend
 from planlife.errors import ConfigError
 from planlife.kernels import torch_decode
 from planlife.spec import PlanSpec
@@ -359,7 +360,8 @@ def test_a_recorded_step_decodes_the_lengths_of_its_replay():
 
 def fall_back(call: Call, **changed: Any) -> torch.Tensor:
     options = {"spec": call.spec, "key_scale": None, "value_scale": None, "sinks": None, **changed}
-    dense_fallback(call.output, call.query, call.keys, call.values, call.tables, call.lens, call.scale, **options)
+    fallback = DenseFallback(TorchBackend())
+    fallback(call.output, call.query, call.keys, call.values, call.tables, call.lens, call.scale, **options)
     return call.output
 
 

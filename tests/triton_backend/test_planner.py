@@ -1,4 +1,4 @@
-"""Both structures of the Triton planner make the integers of the others, in place."""
+"""All structures of the Triton planner make the integers of the others, in place."""
 
 from __future__ import annotations
 
@@ -40,8 +40,20 @@ class TritonPlanner(PlannerContract):
             assert_case(backend, make, case, device)
 
 
-class TestOneLaunchPlanner(TritonPlanner):
+class TestRowPlanner(TritonPlanner):
     max_vector_rows = 32
+
+
+class TestRunPlanner(TritonPlanner):
+    max_vector_rows = 1000
+
+    @pytest.fixture(autouse=True)
+    def _a_block_for_runs_in_every_class(self, monkeypatch):
+        monkeypatch.setattr(triton_planner, "MAX_ROW_BLOCKS", 0)
+
+    def test_plans_of_many_runs_equal_the_tensor_planner(self, backend, make, device):
+        for case in random_cases(13, 2 if INTERPRETED else 300, 1200 if INTERPRETED else 5000):
+            assert_case(backend, make, case, device)
 
 
 class TestTiledPlanner(TritonPlanner):
@@ -49,7 +61,8 @@ class TestTiledPlanner(TritonPlanner):
 
     @pytest.fixture(autouse=True)
     def _tile_every_class(self, monkeypatch):
-        monkeypatch.setattr(triton_planner, "MAX_ONE_LAUNCH_ROWS", 0)
+        monkeypatch.setattr(triton_planner, "MAX_ROW_BLOCKS", 0)
+        monkeypatch.setattr(triton_planner, "MAX_RUN_BLOCKS", 0)
 
     def test_plans_of_many_tiles_equal_the_tensor_planner(self, backend, make, device):
         for case in random_cases(12, 6 if INTERPRETED else 300, 2000 if INTERPRETED else 5000):
@@ -72,6 +85,7 @@ class TestTiledPlanner(TritonPlanner):
         assert flags.tolist() == [4, 2500]
 
 
-def test_a_class_of_few_rows_takes_one_launch_and_no_workspace():
-    assert triton_planner.planner_for(256) is triton_planner.OneLaunchPlanner
-    assert triton_planner.planner_for(257) is triton_planner.TiledPlanner
+def test_only_classes_of_many_rows_take_more_than_one_launch():
+    planners = [triton_planner.planner_for(rows) for rows in (1, 256, 257, 4096, 4097)]
+    row, run, tiled = triton_planner.RowPlanner, triton_planner.RunPlanner, triton_planner.TiledPlanner
+    assert planners == [row, row, run, run, tiled]
