@@ -36,14 +36,15 @@ _SINK_KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 @triton.jit
 def _stored(tile, FP8_BIAS: tl.constexpr):
     """What the cache holds, as numbers. FP8_BIAS: 0 = the compiler knows the type; else e4m3 bits of that bias."""
-    if FP8_BIAS:
+    if FP8_BIAS == 0:
+        return tile
+    else:
         # The bits as a float16, whose exponent has another bias: a power of two too small, subnormals included.
         bits = tile.to(tl.uint16)
         half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
         numbers = half.to(tl.float32) * (2.0 ** (15 - FP8_BIAS))
         is_nan = (bits & 0x7F) == 0x7F if FP8_BIAS == 7 else bits == 0x80
         return tl.where(is_nan, float("nan"), numbers)
-    return tile
 
 
 @triton.jit
@@ -105,8 +106,7 @@ def _decode_tasks(
     OUTPUT_DTYPE: tl.constexpr,  # of P and V in theirs
     LEAST_WEIGHT: tl.constexpr,  # that OUTPUT_DTYPE holds
     SHIFT: tl.constexpr,  # weights are 2^SHIFT times as large, so that OUTPUT_DTYPE holds small ones
-    ALIGNED: tl.constexpr,  # elements of the cache that make 16 bytes, if all of it is aligned to that; else 1
-    QUERY_ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr,  # query, keys and values lie in pieces of 16 bytes that are aligned to that
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -145,30 +145,16 @@ def _decode_tasks(
         tl.store(maxima + part, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_row)
         return
 
-    key_page_stride = tl.multiple_of(key_page_stride, ALIGNED)
-    key_head_stride = tl.multiple_of(key_head_stride, ALIGNED)
-    key_token_stride = tl.multiple_of(key_token_stride, ALIGNED)
-    key_pack_stride = tl.multiple_of(key_pack_stride, ALIGNED)
-    value_page_stride = tl.multiple_of(value_page_stride, ALIGNED)
-    value_head_stride = tl.multiple_of(value_head_stride, ALIGNED)
-    value_token_stride = tl.multiple_of(value_token_stride, ALIGNED)
-    value_dim_stride = tl.multiple_of(value_dim_stride, ALIGNED)
-    query_token_stride = tl.multiple_of(query_token_stride, QUERY_ALIGNED)
-    query_head_stride = tl.multiple_of(query_head_stride, QUERY_ALIGNED)
-    if ALIGNED > 1:
-        keys = tl.multiple_of(keys, 16)
-        values = tl.multiple_of(values, 16)
-    if QUERY_ALIGNED > 1:
-        query = tl.multiple_of(query, 16)
     if FP8_BIAS:
         keys = keys.to(tl.pointer_type(tl.uint8))
         values = values.to(tl.pointer_type(tl.uint8))
 
     query_token = (row.to(tl.int64) * QUERY_LENGTH + token) * query_token_stride
     query_head = (head * GROUP + query_row % GROUP) * query_head_stride
-    q = tl.load(
-        query + (query_token + query_head)[:, None] + dims[None, :], mask=is_row[:, None] & is_dim[None, :], other=0.0
-    ).to(LOGITS_DTYPE)
+    query_pointers = query + (query_token + query_head)[:, None] + dims[None, :]
+    if ALIGNED:
+        query_pointers = tl.multiple_of(query_pointers, (1, 16))
+    q = tl.load(query_pointers, mask=is_row[:, None] & is_dim[None, :], other=0.0).to(LOGITS_DTYPE)
 
     logit_scale = softmax_scale
     output_scale = 1.0
@@ -201,7 +187,7 @@ def _decode_tasks(
         steps = num_blocks - inner_blocks if OUTER else inner_blocks
         for step in range(0, steps):
             block = tl.where(step < head_blocks, step, step + inner_blocks) if OUTER else head_blocks + step
-            position = start + block * BLOCK_N
+            position = tl.multiple_of(start + block * BLOCK_N, BLOCK_N)
             held = offsets < stop - position
             tokens = position + offsets
             if WINDOW and QUERY_LENGTH == 1:
@@ -211,17 +197,25 @@ def _decode_tasks(
             slot_in_page = tokens % PAGE
             tile_mask = held[:, None] & is_dim[None, :]
             key_token = page * key_page_stride + head * key_head_stride + slot_in_page * key_token_stride
+            value_token = page * value_page_stride + head * value_head_stride
             if PACK:
-                key_offsets = key_token[:, None] + ((dims // PACK) * key_pack_stride + dims % PACK)[None, :]
-                value_token = page * value_page_stride + head * value_head_stride
+                key_dim = (dims // PACK) * key_pack_stride + dims % PACK
                 value_token += (slot_in_page // PACK) * value_token_stride + slot_in_page % PACK
-                value_offsets = value_token[:, None] + (dims * value_dim_stride)[None, :]
+                value_dim = dims * value_dim_stride
             else:
-                key_offsets = key_token[:, None] + dims[None, :]
-                value_token = page * value_page_stride + head * value_head_stride + slot_in_page * value_token_stride
-                value_offsets = value_token[:, None] + dims[None, :]
-            k = _stored(tl.load(keys + key_offsets, mask=tile_mask, other=0.0), FP8_BIAS).to(LOGITS_DTYPE)
-            v = _stored(tl.load(values + value_offsets, mask=tile_mask, other=0.0), FP8_BIAS).to(OUTPUT_DTYPE)
+                key_dim = dims
+                value_token += slot_in_page * value_token_stride
+                value_dim = dims
+            key_pointers = keys + (key_token[:, None] + key_dim[None, :])
+            value_pointers = values + (value_token[:, None] + value_dim[None, :])
+            if ALIGNED:
+                key_pointers = tl.multiple_of(key_pointers, (1, 16))
+                value_pointers = tl.multiple_of(value_pointers, (16, 1) if PACK else (1, 16))
+                if PACK:
+                    key_pointers = tl.max_contiguous(key_pointers, (1, PACK))
+                    value_pointers = tl.max_contiguous(value_pointers, (PACK, 1))
+            k = _stored(tl.load(key_pointers, mask=tile_mask, other=0.0), FP8_BIAS).to(LOGITS_DTYPE)
+            v = _stored(tl.load(value_pointers, mask=tile_mask, other=0.0), FP8_BIAS).to(OUTPUT_DTYPE)
 
             logits = tl.dot(q, tl.trans(k), input_precision="ieee") * logit_scale
             if PER_TOKEN:
@@ -521,8 +515,7 @@ class _PreparedDecode:
             return kernel.prepared(device, *dtypes, **constants)
 
         self._decode_aligned, self._decode_any = (
-            prepared(_DECODE_TASKS, *pointers, **decode, ALIGNED=aligned, QUERY_ALIGNED=query_aligned)
-            for aligned, query_aligned in ((pack, query_pack), (1, 1))
+            prepared(_DECODE_TASKS, *pointers, **decode, ALIGNED=is_aligned) for is_aligned in (True, False)
         )
         self._merge = prepared(_MERGE_PARTS, q_dtype, float32, int32, uint8, uint8, **merge)
         self._pack, self._query_pack = pack, query_pack
