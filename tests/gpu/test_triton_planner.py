@@ -14,12 +14,12 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 triton = pytest.importorskip("triton", reason="needs triton: pip install 'planlife[triton]'")
 
-from planlife.backends.triton_backend import TritonBackend, TritonPlan
-from planlife.kernels import triton_planner
-from planlife.spec import PlanSpec
-from tests.planner_contract import recorded
-from tests.triton_backend import test_launch, test_planner
-from tests.triton_backend.planner_cases import Case, assert_case, random_cases, tensor_plan
+from planlife.backends.triton_backend import TritonBackend, TritonPlan  # noqa: E402
+from planlife.kernels import triton_planner  # noqa: E402
+from planlife.spec import PlanSpec  # noqa: E402
+from tests.planner_contract import recorded  # noqa: E402
+from tests.triton_backend import test_launch, test_planner  # noqa: E402
+from tests.triton_backend.planner_cases import Case, assert_case, random_cases, tensor_plan  # noqa: E402
 
 TestRowPlanner = test_planner.TestRowPlanner
 TestRunPlanner = test_planner.TestRunPlanner

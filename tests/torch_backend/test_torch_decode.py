@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from planlife.backends import torch_backend
+from planlife.backends import dense_fallback
 from planlife.backends.dense_fallback import DenseFallback
 from planlife.backends.torch_backend import TorchBackend
 from planlife.errors import ConfigError
@@ -373,7 +373,7 @@ def test_the_fallback_equals_the_reference(options):
 
 def test_the_fallback_bounds_its_scratch_by_going_on_in_row_ranges(monkeypatch):
     """As little as its largest range needs, and none of it is left."""
-    monkeypatch.setattr(torch_backend, "_FALLBACK_ROWS", 5)
+    monkeypatch.setattr(dense_fallback, "_CHUNK_ROWS", 5)
     call = Call(make_spec(query_length=2), EDGE_LENS)
     scratch_rows, scratches = [], []
     scratch_bytes, decode = TorchBackend.scratch_bytes, TorchBackend.decode

@@ -10,9 +10,9 @@ import torch
 triton = pytest.importorskip("triton", reason="needs triton: pip install 'planlife[triton]'")
 tl = triton.language
 
-from planlife.errors import MintError
-from planlife.kernels.triton_launch import Kernel
-from planlife.testing import EmulatedGraph, record
+from planlife.errors import MintError  # noqa: E402
+from planlife.kernels.triton_launch import Kernel  # noqa: E402
+from planlife.testing import EmulatedGraph, record  # noqa: E402
 
 
 def _scale(source, target, addend, count: tl.int32, stride: tl.int64, factor: tl.float32, BLOCK: tl.constexpr):
