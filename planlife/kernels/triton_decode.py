@@ -360,7 +360,6 @@ def _merge_parts(
         part_outputs += tl.where(is_empty[:, :, None], 0.0, weight[:, :, None] * part_output)
     total = tl.where(sees_nothing, 1.0, total + tl.sum(part_sums, 0))
     merged = tl.sum(part_outputs, 0) / total[:, None]
-    merged = tl.where(sees_nothing[:, None], 0.0, merged)
     tl.store(
         output + (query_token * output_token_stride + query_head * output_head_stride)[:, None] + dims[None, :],
         _rounded(merged, OUTPUT_DTYPE, BFLOAT16_BY_HAND),
