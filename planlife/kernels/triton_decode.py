@@ -498,6 +498,9 @@ class _PreparedDecode:
             "BLOCK_N": tiles.block_tokens,
             "num_warps": tiles.num_warps,
             "num_stages": tiles.num_stages,
+            # A logit fused into its own distance from the maximum is not 0 away from it. (A float32 product is made of
+            # fused steps; there the fault only shows beyond logits of 2^24.)
+            "enable_fp_fusion": logits_dtype == "float32",
         }
         merge = {
             **shape,
@@ -506,6 +509,7 @@ class _PreparedDecode:
             "BLOCK_R": tiles.merge_rows,
             "BLOCK_P": tiles.merge_parts,
             "num_warps": tiles.merge_warps,
+            "enable_fp_fusion": False,
         }
         int32, uint8, float32 = torch.int32, torch.uint8, torch.float32
         pointers = (q_dtype, kv_dtype, kv_dtype, int32, int32, uint8, float32, float32)

@@ -490,6 +490,12 @@ def test_very_large_logits_do_not_overflow():
     torch.testing.assert_close(call.decode().cpu().double(), call.reference(), rtol=0, atol=1e-3)
 
 
+def test_logits_beyond_the_precision_of_their_sum_choose_one_token():
+    call = TritonCall((300, 17))
+    call.query.mul_(2.0**40)
+    call.assert_matches(call.decode())
+
+
 def test_a_query_without_rows_is_served():
     call = TritonCall((300,))
     assert call.decode(query=call.query[:0], output=call.output[:0]).shape[0] == 0
