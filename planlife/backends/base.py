@@ -46,7 +46,8 @@ class Backend(Protocol):
         ...
 
     def make_tables(self, spec: PlanSpec, plan_rows: int, num_compute_units: int, buffer: Any) -> NativePlan:
-        """Views of `buffer` (uint8[table_bytes]) as one table set. Contents stay undefined until `refresh`."""
+        """Views of `buffer` (uint8[table_bytes]) as one table set of a class that was compiled. Contents stay
+        undefined until `refresh`."""
         ...
 
     def refresh(self, tables: NativePlan, context_lens: Any | None, num_rows: int) -> None:
