@@ -119,7 +119,8 @@ class TritonBackend:
         )
 
     def sanitize(self, tables: TritonPlan, context_lens: torch.Tensor, num_rows: int, flags: torch.Tensor) -> None:
-        tables.sanitizer.compare(context_lens if num_rows else tables.staged_lens, num_rows, flags)
+        lens = context_lens if num_rows else tables.staged_lens
+        tables.sanitizer.compare(lens, num_rows, flags, tables.spec.max_context_tokens)
 
 
 def _refuse_device(name: str) -> list[str]:

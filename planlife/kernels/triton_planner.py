@@ -330,6 +330,7 @@ def _compare_lens(
     flags,
     num_rows: tl.int32,
     max_tokens: tl.int32,
+    countable_tokens: tl.int32,
     plan_rows: tl.int32,
     capacity: tl.int32,
     STALE: tl.constexpr,
@@ -347,7 +348,7 @@ def _compare_lens(
     slots = tl.minimum(tl.maximum(slots, 0), capacity - 1)
     planned = tl.load(work_info + slots * 4 + 3, inside & (tasks > 0), other=0)
     is_stale = tl.max(((planned != wanted) & inside).to(tl.int64), 0)
-    num_clamped = tl.sum((length > max_tokens).to(tl.int64), 0)
+    num_clamped = tl.sum((length > countable_tokens).to(tl.int64), 0)
     if num_clamped > 0:
         tl.atomic_add(flags + CLAMPED, num_clamped)
 
@@ -576,10 +577,10 @@ class Sanitizer:
         """Compile what is not compiled yet."""
         _compare_lens.prepare(device, *cls._DTYPES, **cls._CONSTANTS)
 
-    def compare(self, lens: torch.Tensor, num_rows: int, flags: torch.Tensor) -> None:
-        """Backend.sanitize. Capture: yes. Syncs: no. Allocates: no."""
+    def compare(self, lens: torch.Tensor, num_rows: int, flags: torch.Tensor, max_tokens: int) -> None:
+        """Backend.sanitize; lengths above max_tokens are counted. Capture: yes. Syncs: no. Allocates: no."""
         numbers = self._numbers
         self._launch(
             (-(-numbers.plan_rows // _SANITIZE_ROWS), 1, 1), lens, *self._tables, flags, num_rows, numbers.max_tokens,
-            numbers.plan_rows, numbers.capacity,
+            max_tokens, numbers.plan_rows, numbers.capacity,
         )  # fmt: skip
