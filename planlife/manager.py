@@ -35,6 +35,7 @@ from .errors import (
 from .events import Announcer, Event, logger
 from .graph_book import GraphBook
 from .graph_record import GraphRecord, Read
+from .hint import tell_once_what_off_costs
 from .item import State
 from .ladder import CapacityLadder
 from .plan import Arena, Mark, OffPlan, Pair, Plan, Segment, StepPlan, Tables, describe_owner
@@ -155,6 +156,8 @@ class PlanManager:
             always_read=[] if self._flags is None else [self._flags],
         )
         self._released = self._graphs.gone
+        if not enabled:
+            tell_once_what_off_costs(specs, ladders, self._backend, self._device)
 
     def _check_budget(self, budget_bytes: int | None) -> int:
         if not self._enabled:
