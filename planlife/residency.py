@@ -80,9 +80,9 @@ class Residency:
         try:
             for item in items:
                 buffers.append(self._device.allocate(item.num_bytes))
+            contents = [item.build(buffer) for item, buffer in zip(items, buffers, strict=True)]
             if is_new:
                 self._compile(plan, in_phase=in_phase)
-            contents = [item.build(buffer) for item, buffer in zip(items, buffers, strict=True)]
         except BaseException as error:
             for buffer in buffers:
                 self._device.free(buffer)

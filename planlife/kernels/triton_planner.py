@@ -404,12 +404,13 @@ class Planner(Protocol):
         """Bytes, a multiple of 8, that a plan of so many rows needs besides its tables."""
         ...
 
-    def __init__(self, device: str, numbers: PlanNumbers, tables: Tables) -> None:
-        """Raises MintError for kernels that were not prepared."""
-        ...
+    def __init__(self, device: str, numbers: PlanNumbers, tables: Tables) -> None: ...
 
     def plan(self, lens: torch.Tensor, num_rows: int, *, is_emptied: bool) -> None:
-        """Plan lens[:num_rows], other rows as 0; staged lengths are -1 if all is to be empty on purpose."""
+        """Plan lens[:num_rows], other rows as 0; staged lengths are -1 if all is to be empty on purpose.
+
+        Raises MintError if `prepare_planners` was not called for the device.
+        """
         ...
 
 
@@ -421,7 +422,7 @@ class RowPlanner:
     def __init__(self, device: str, numbers: PlanNumbers, tables: Tables) -> None:
         self._numbers = numbers
         self._written = tables[:4]
-        self._launch = _plan_rows.prepared(device, *self.DTYPES, **self._constants(numbers.plan_rows))
+        self._launch = _plan_rows.pending(device, *self.DTYPES, **self._constants(numbers.plan_rows))
 
     @staticmethod
     def workspace_bytes(plan_rows: int) -> int:
@@ -455,7 +456,7 @@ class RunPlanner:
     def __init__(self, device: str, numbers: PlanNumbers, tables: Tables) -> None:
         self._numbers = numbers
         self._written = tables[:4]
-        self._launch = _plan_slots.prepared(device, *RowPlanner.DTYPES, **self._CONSTANTS)
+        self._launch = _plan_slots.pending(device, *RowPlanner.DTYPES, **self._CONSTANTS)
 
     @staticmethod
     def workspace_bytes(plan_rows: int) -> int:
@@ -507,7 +508,7 @@ class TiledPlanner:
             (self._num_blocks, self._num_blocks, words.numel() - 2 * sums_end)
         )
         self._sum, self._share, self._fill = (
-            kernel.prepared(device, *dtypes, **constants) for kernel, dtypes, constants in self._kernels()
+            kernel.pending(device, *dtypes, **constants) for kernel, dtypes, constants in self._kernels()
         )
 
     @staticmethod
@@ -567,10 +568,9 @@ class Sanitizer:
     _CONSTANTS: ClassVar = {"STALE": FLAG_STALE, "CLAMPED": FLAG_CLAMPED, "ROWS": _SANITIZE_ROWS, "num_warps": 4}
 
     def __init__(self, device: str, numbers: PlanNumbers, tables: Tables) -> None:
-        """Raises MintError for a kernel that was not prepared."""
         self._numbers = numbers
         self._tables = tables[:4]
-        self._launch = _compare_lens.prepared(device, *self._DTYPES, **self._CONSTANTS)
+        self._launch = _compare_lens.pending(device, *self._DTYPES, **self._CONSTANTS)
 
     @classmethod
     def prepare(cls, device: str) -> None:
