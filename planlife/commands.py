@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.box import MARKDOWN
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -17,6 +19,7 @@ from .errors import ConfigError, PlanlifeError
 if TYPE_CHECKING:
     from .doctor import Diagnosis
 
+_PRECISION_COLUMNS = 120
 _BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*(?:([kmgt])(i?))?b?", re.ASCII | re.IGNORECASE)
 
 
@@ -34,7 +37,20 @@ def _in_options(message: str) -> str:
     """A refusal by the library, in the names that the command line has for its arguments."""
     for name, option in (("budget_bytes", "--budget"), ("memory_bytes", "--memory"), ("num_layers", "--layers")):
         message = re.sub(rf"\b{name}\b", option, message)  # not within another name, as in min_budget_bytes
-    return message
+    return re.sub(r"\b(kv|scales)(?==|\b out)", r"--\1", message)
+
+
+def _progress_bar(console: Console) -> Progress:
+    """A bar that is gone when it is done, and silent where nobody looks."""
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
 
 
 class _Commands(click.Group):
@@ -102,6 +118,35 @@ def planlife() -> None:
     help="Attention layers of the toy model; many of them need a larger --memory.",
 )
 @click.option(
+    "--kv",
+    type=click.Choice(["bf16", "fp16", "fp8"]),
+    default="bf16",
+    show_default=True,
+    help="What the KV cache stores; fp8 is e4m3fn with scales.",
+)
+@click.option(
+    "--scales", type=click.Choice(["per_tensor", "per_token"]), help="Of an fp8 cache; per_tensor unless given."
+)
+@click.option(
+    "--layout", type=click.Choice(["nhd", "hnd", "packed"]), default="nhd", show_default=True, help="Of the KV cache."
+)
+@click.option(
+    "--mtp",
+    type=click.IntRange(1, 7),
+    default=3,
+    show_default=True,
+    metavar="N",
+    help="Draft tokens: a verify step has N + 1 query tokens per row, and N draft passes follow it.",
+)
+@click.option(
+    "--window",
+    type=click.IntRange(1, 8192),
+    default=128,
+    show_default=True,
+    metavar="TOKENS",
+    help="Of the layers with a sliding window. Contexts are up to twice as long, and at least 1024 tokens.",
+)
+@click.option(
     "--memory",
     "memory_bytes",
     type=byte_count,
@@ -125,15 +170,7 @@ def demo(ctx: click.Context, /, **options: Any) -> None:
 
     config = DemoConfig(**{name: value for name, value in options.items() if value is not None})
     console = Console(markup=False, highlight=False)
-    bar = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    bar = _progress_bar(console)
     with bar:
         task = bar.add_task("starting", total=None)
         result = run_demo(
@@ -375,3 +412,60 @@ def host(num_batches: int, calls_per_batch: int) -> None:
         "a method that does nothing with as many arguments, timed in turn with the call; its median. "
         "Ratio: of the two medians."
     )
+
+
+@bench.command()
+@click.option("--backend", default="auto", show_default=True, help="auto, torch, triton or aiter.")
+@click.option("--device", default="cpu", show_default=True, help="As torch writes it, such as cuda:0.")
+@click.option("--splits/--no-splits", "with_splits", default=True, help="Whether to measure the numbers of splits too.")
+@click.option("--json", "as_json", is_flag=True, help="Everything as JSON, with every refused case and its reason.")
+@click.pass_context
+def precision(ctx: click.Context, backend: str, device: str, with_splits: bool, as_json: bool) -> None:
+    """How far each kind of decode is from the exact answer, by its worst output row.
+
+    Exit status: 0 all rows within 1e-2, 1 otherwise, 2 bad input.
+    """
+    from .precision import measure_precision, rounded_up
+
+    terminal = Console(stderr=True)
+    # A figure that is cut off for want of columns says nothing.
+    console = Console(markup=False, highlight=False, width=max(terminal.width, _PRECISION_COLUMNS))
+    bar = _progress_bar(terminal)
+    with bar:
+        task = bar.add_task("starting", total=None)
+        report = measure_precision(
+            backend=backend,
+            device=device,
+            with_splits=with_splits,
+            progress=lambda done, total, text: bar.update(task, completed=done, total=total, description=text[:60]),
+        )
+    if as_json:
+        click.echo(json.dumps(report.to_dict(), indent=2))
+        ctx.exit(0 if report.ok else 1)
+    table = Table(box=MARKDOWN)
+    for heading in ("query", "cache", "scales"):
+        table.add_column(heading)
+    for heading in ("cases", "rows", "worst error", "of it rounding"):
+        table.add_column(heading, justify="right")
+    for figure in report.figures:
+        error, rounding = rounded_up(figure.worst_error), rounded_up(figure.rounding)
+        counts = (str(figure.num_cases), str(figure.num_rows))
+        table.add_row(figure.q_dtype, figure.kv_dtype, figure.scales, *counts, error, f"<= {rounding}")
+    console.print(table)
+    if report.splits:
+        table = Table(box=MARKDOWN)
+        for heading in ("query", "cache", "scales", "logits"):
+            table.add_column(heading)
+        for heading in ("cap", "most splits", "worst error", "1 x / 2 x CU, row", "number"):
+            table.add_column(heading, justify="right")
+        for split in report.splits:
+            table.add_row(
+                *(split.q_dtype, split.kv_dtype, split.scales, "peaked" if split.is_peaked else "flat"),
+                *(str(split.max_partitions), str(split.most_splits), rounded_up(split.worst_error)),
+                *(rounded_up(split.relative_difference), rounded_up(split.largest_difference)),
+            )
+        console.print(table)
+    console.print(f"{report.backend} on {report.device}; {len(report.refused)} cases refused.")
+    if not report.ok:
+        console.print("NOT OK: a row is off by more than 1e-2, or nothing could be measured.")
+        ctx.exit(1)

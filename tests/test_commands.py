@@ -83,10 +83,31 @@ def test_options_reach_the_demo_and_the_rest_keeps_its_defaults(run_with):
     result, (config,) = run_with(
         *("demo", "--style", "in-graph", "--trace", "requests.csv", "--steps", "7"),
         *("--seed", "3", "--layers", "4", "--budget", "3MiB"),
+        *("--kv", "fp8", "--scales", "per_token", "--layout", "packed", "--mtp", "5", "--window", "1024"),
     )
     assert result.exit_code == 0
     assert config == planlife.demo.DemoConfig(
-        style="in-graph", trace_path="requests.csv", max_steps=7, seed=3, num_layers=4, budget_bytes=3 << 20
+        style="in-graph",
+        trace_path="requests.csv",
+        max_steps=7,
+        seed=3,
+        num_layers=4,
+        kv="fp8",
+        scales="per_token",
+        layout="packed",
+        mtp=5,
+        window=1024,
+        budget_bytes=3 << 20,
+    )
+
+
+def test_scales_for_a_cache_that_has_none_are_refused_by_option_value_and_way_out(run_with):
+    result, configs = run_with("demo", "--kv", "fp16", "--scales", "per_tensor")
+    assert result.exit_code == 2
+    assert configs == []
+    assert result.stderr == (
+        "planlife: --scales='per_tensor' does not go with --kv='fp16': only FP8 caches have scales. "
+        "Leave --scales out, or pass --kv='fp8'.\n"
     )
 
 
@@ -127,7 +148,11 @@ def test_a_bug_keeps_its_traceback(run_with):
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--steps", "0"), ("--layers", "-1"), ("--budget", "0"), ("--style", "x"), ("--seed", "y")]
+    "arguments",
+    [
+        *(("--steps", "0"), ("--layers", "-1"), ("--budget", "0"), ("--style", "x"), ("--seed", "y")),
+        *(("--kv", "int4"), ("--scales", "none"), ("--layout", "x"), ("--mtp", "0"), ("--mtp", "8"), ("--window", "0")),
+    ],
 )
 def test_bad_options_exit_with_2_before_anything_runs(run_with, arguments):
     result, configs = run_with("demo", *arguments)
@@ -270,5 +295,5 @@ def test_bad_options_of_doctor_and_estimate_exit_with_2(arguments):
 
 
 def test_estimate_for_a_backend_that_is_not_here_exits_with_1():
-    result = CliRunner().invoke(command, ["estimate", "--backend", "triton"])
+    result = CliRunner().invoke(command, ["estimate", "--backend", "aiter"])
     assert result.exit_code == 1 and "not part of this release" in result.stderr
