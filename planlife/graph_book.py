@@ -8,17 +8,19 @@ from typing import Any
 
 from .device import Device, Graph
 from .errors import ConfigError, RouteError
-from .events import Announcer
+from .events import Announcer, logger
 from .graph_record import GraphRecord, Read
 from .plan import Arena, Mark, OffPlan, Plan, StepPlan
 from .report import Counters
 from .residency import Residency
 
+_UNREAD = "its layers take another kernel or plan. Pass the StepPlan that was made while recording to pa_decode."
+
 
 class GraphBook:
     """Owns: the records of all recorded graphs, and through them every pin. References no graph.
 
-    The caller holds the manager's lock around `pin`, `note_*`, `release`, `release_gone` and `record_for`.
+    The caller holds the manager's lock around `pin`, `note_*`, `bind`, `release`, `release_gone` and `record_for`.
     """
 
     def __init__(
@@ -51,7 +53,14 @@ class GraphBook:
         raise ConfigError(f"a graph object is needed, got {g!r}.")
 
     def bind(self, g: Graph, record: GraphRecord) -> None:
-        """From now on `g` stands for this capture."""
+        """From now on `g` stands for this capture, which has ended; what it refreshes for no decode is reported."""
+        if self._by_graph.get(g) is not record:
+            for read in record.reads.values():
+                if read.refreshes and not read.is_decoded:
+                    self._counters.stale_detected += 1
+                    reason = f"{record} refreshes it and no decode in the graph reads it: {_UNREAD}"
+                    self._announcer.note("stale", read, reason)
+                    logger.warning("%s: %s", str(read), reason)  # a log record must not hold a plan
         record.bind(g)
         self._by_graph[g] = record
 
@@ -93,10 +102,11 @@ class GraphBook:
         self._this_thread.last_record = record
         return record
 
-    def read_of(self, capture_id: int, plan: StepPlan) -> Read | None:
-        """How the graph being recorded reads this plan already."""
+    def eager_read_of(self, capture_id: int, plan: Plan) -> Read | None:
+        """How the graph being recorded reads this plan's eager tables already, for whichever site."""
         record = self._by_capture.get(capture_id)
-        return None if record is None else record.reads.get(_read_key(plan))
+        reads = () if record is None else record.reads.values()
+        return next((read for read in reads if read.plan is plan and not read.captured), None)
 
     def pin(self, capture_id: int, plan: Plan, arena: Arena) -> None:
         """The graph being recorded needs this plan and its scratch to stay where they are.
@@ -114,7 +124,7 @@ class GraphBook:
                 record.holds.append(item.buffer)
                 self._announcer.note("pin", item, str(record))
 
-    def note_read(self, capture_id: int, plan: StepPlan, *, refreshed: bool) -> None:
+    def note_read(self, capture_id: int, plan: StepPlan, *, refreshed: bool, decoded: bool) -> None:
         """The graph being recorded reads this plan: remember what it must find at replay."""
         item, mark = plan.item, plan.mark
         assert item is not None
@@ -127,6 +137,7 @@ class GraphBook:
             record.reads[key] = read
             record.holds.append(whole.lens)
         read.refreshes += refreshed
+        read.is_decoded |= decoded
 
     def note_fallback(self, capture_id: int, plan: StepPlan | OffPlan, mark: Mark) -> None:
         """The graph being recorded runs the fallback over this length buffer."""
@@ -168,9 +179,10 @@ class GraphBook:
 
 
 def _read_key(plan: StepPlan) -> tuple[Any, ...]:
-    """An eager plan is read for one step only; in-graph tables may be refreshed from several length buffers."""
+    """Each site needs a step of its own. Eager tables are read for one step only; in-graph tables may be refreshed from
+    several length buffers."""
     assert plan.item is not None
     if not plan.captured:
-        return (plan.item.key, "eager")
+        return (plan.item.key, plan.site, "eager")
     whole = plan.whole or plan.mark
-    return (plan.item.key, "in-graph", whole.address, whole.rows)
+    return (plan.item.key, plan.site, "in-graph", whole.address, whole.rows)

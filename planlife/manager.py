@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 from .backends.base import FLAG_CLAMPED, FLAG_STALE, NUM_FLAGS, Backend
 from .call_check import CallChecker
 from .configuration import (
+    DeviceMeant,
     FallbackFn,
     check_choice,
     check_sites,
     resolve_backend,
     resolve_device,
     resolve_fallback,
+    settle_specs,
     takes_lse,
 )
 from .device import Device, Graph
@@ -33,10 +35,11 @@ from .errors import (
 from .events import Announcer, Event, logger
 from .graph_book import GraphBook
 from .graph_record import GraphRecord, Read
+from .hint import tell_once_what_off_costs
 from .item import State
 from .ladder import CapacityLadder
 from .plan import Arena, Mark, OffPlan, Pair, Plan, Segment, StepPlan, Tables, describe_owner
-from .report import ArenaLine, Counters, MemoryReport, PlanLine
+from .report import ArenaLine, Counters, MemoryReport, PlanLine, SiteLine
 from .residency import NoRoomError, Residency
 from .sizing import Sizing
 from .slot import Answers, Slot, Why
@@ -125,7 +128,9 @@ class PlanManager:
         self._ubatches = ubatches
         refusals = {site: self._refusal(site, spec) for site, spec in specs.items()}
         refused = [site for site, refusal in refusals.items() if refusal]
-        self._sizing = Sizing(specs, ladders, self._backend, ubatches, self._device.num_compute_units, refused)
+        #: What plans are made by; a site that asks for a step, or falls back, sees its spec as it was given.
+        self._settled = settle_specs(specs, self._backend, self._device, refused if enabled else specs)
+        self._sizing = Sizing(self._settled, ladders, self._backend, ubatches, self._device.num_compute_units, refused)
         self._announcer = Announcer()
         self._events = self._announcer.waiting
         self._counters = Counters()
@@ -151,6 +156,8 @@ class PlanManager:
             always_read=[] if self._flags is None else [self._flags],
         )
         self._released = self._graphs.gone
+        if not enabled:
+            tell_once_what_off_costs(specs, ladders, self._backend, self._device)
 
     def _check_budget(self, budget_bytes: int | None) -> int:
         if not self._enabled:
@@ -175,21 +182,22 @@ class PlanManager:
             for lane in self._sizing.lanes()
             for ubatch in range(self._ubatches)
         }
+        #: By the site that plans are made for: this site first, then those that use its plans.
+        readers = {
+            owner: [owner, *(site for site in specs if self._settled[site].plan_of == owner and not refusals[site])]
+            for owner in specs
+            if self._settled[owner].plan_of is None
+        }
+        plans = {
+            (owner, ubatch): self._make_plans(owner, ubatch, sites, ladders[owner])
+            for owner, sites in readers.items()
+            for ubatch in range(self._ubatches)
+        }
         slots: dict[tuple[object, object], Slot] = {}
         for site, spec in specs.items():
             checker = CallChecker(site, spec, self._device)
+            owner = self._settled[site].plan_of or site
             for ubatch in range(self._ubatches):
-                plans = {
-                    class_rows: Plan(
-                        site,
-                        class_rows,
-                        ubatch,
-                        spec,
-                        self._sizing.plan_bytes(site, class_rows),
-                        self._pair_maker(site, spec, class_rows),
-                    )
-                    for class_rows in ladders[site].classes
-                }
                 slots[(site, ubatch)] = Slot(
                     token,
                     site,
@@ -197,12 +205,28 @@ class PlanManager:
                     spec,
                     ladders[site],
                     checker,
-                    plans,
+                    plans[(owner, ubatch)],
+                    0 if refusals[site] else readers[owner].index(site),
                     arenas[(spec.lane, ubatch)],
                     refusals[site],
                 )
         self._token = token
         return slots
+
+    def _make_plans(self, owner: str, ubatch: int, sites: list[str], ladder: CapacityLadder) -> dict[int, Plan]:
+        """The plans of one (site, ubatch) by class. sites: all that use them, the owner first."""
+        specs = tuple(self._settled[site] for site in sites)
+        return {
+            class_rows: Plan(
+                owner,
+                class_rows,
+                ubatch,
+                specs,
+                self._sizing.plan_bytes(owner, class_rows),
+                self._pair_maker(owner, specs, class_rows),
+            )
+            for class_rows in ladder.classes
+        }
 
     def _refusal(self, site: str, spec: PlanSpec) -> str:
         """Why the backend can never serve this site; refused outright where nothing else could take its calls."""
@@ -218,22 +242,24 @@ class PlanManager:
             raise ConfigError(f"{refusal}. No fallback is configured: pass fallback=, or change the site.")
         return refusal
 
-    def _pair_maker(self, site: str, spec: PlanSpec, class_rows: int) -> Callable[[Any], Pair]:
+    def _pair_maker(self, owner: str, specs: tuple[PlanSpec, ...], class_rows: int) -> Callable[[Any], Pair]:
         sizing, backend, num_cu = self._sizing, self._backend, self._device.num_compute_units
 
         def make_pair(buffer: Any) -> Pair:
             flavours = []
             offset = 0
             for _ in Pair._fields:
-                segments = []
+                views: list[list[Segment]] = [[] for _ in specs]
                 first_row = 0
                 for rows in sizing.segment_rows(class_rows):
-                    num_bytes = sizing.tables_bytes(site, rows)
-                    native = backend.make_tables(spec, rows, num_cu, buffer[offset : offset + num_bytes])
-                    segments.append(Segment(first_row, first_row + rows, native))
+                    num_bytes = sizing.tables_bytes(owner, rows)
+                    part = buffer[offset : offset + num_bytes]
+                    for spec, segments in zip(specs, views, strict=True):
+                        native = backend.make_tables(spec, rows, num_cu, part)
+                        segments.append(Segment(first_row, first_row + rows, native))
                     first_row += rows
                     offset += num_bytes
-                flavours.append(Tables(tuple(segments)))
+                flavours.append(Tables(tuple(map(tuple, views))))
             return Pair(*flavours)
 
         return make_pair
@@ -378,8 +404,8 @@ class PlanManager:
         anything where no row's token is. sinks: float[num_q_heads], a logit per head that every query token sees, with
         value 0. lse: float32[R * query_length, num_q_heads], contiguous, or None: filled with the natural log of the
         softmax's denominator over the scaled logits that each query token attended, the sink's among them, for
-        `planlife.merge`, of whose two partials one may carry the sinks; -inf where nothing was attended. unserved: names of `planlife.unserved.UNSERVED`, which
-        engines may pass through: other than neutral values are refused with the reason.
+        `planlife.merge`, of whose two partials one may carry the sinks; -inf where nothing was attended. unserved:
+        names of `planlife.unserved.UNSERVED`, which engines may pass through: other than neutral values are refused.
         Returns output.
 
         Raises ConfigError for tensors that are not the site's, StalePlanError if the lengths that were planned are
@@ -426,8 +452,8 @@ class PlanManager:
                 else:
                     tables = pair.eager
                 if self._flags is not None:
-                    self._sanitize_tables(tables, plan.mark)  # type: ignore[arg-type]
-                segments = tables.segments
+                    self._sanitize_tables(tables, plan.mark, slot.spec, block_tables)  # type: ignore[arg-type]
+                segments = tables.views[slot.view]
                 if len(segments) == 1:
                     self._backend.decode(
                         segments[0].native, scratch, output, query, key_cache, value_cache, block_tables, softmax_scale,
@@ -547,7 +573,7 @@ class PlanManager:
             step_plan = StepPlan(slot, "planned", "", mark.rows, mark, plan, bool(mark.capture_id))
             if mark.capture_id:
                 with self._lock:
-                    self._graphs.note_read(mark.capture_id, step_plan, refreshed=refreshed)
+                    self._graphs.note_read(mark.capture_id, step_plan, refreshed=refreshed, decoded=False)
         self._log_route(slot, step_plan, "")
         if slot.spec.shared_lengths:
             self._answers[(slot.site, slot.ubatch)].last = step_plan
@@ -635,7 +661,7 @@ class PlanManager:
         """Launch the planner over the mark's lengths and publish the mark; a failed launch leaves no mark."""
         tables.set_mark(None)
         lens = mark.lens
-        for first_row, end_row, native in tables.segments:
+        for first_row, end_row, native in tables.views[0]:
             rows = min(mark.rows, end_row) - first_row
             if rows <= 0:
                 self._backend.refresh(native, None, 0)
@@ -703,7 +729,7 @@ class PlanManager:
                         "made before the recording cannot give. Call plan_for per layer inside the recording."
                     )
                 )
-            read = self._graphs.read_of(capture_id, plan)
+            read = self._graphs.eager_read_of(capture_id, item)
             if read is not None and read.mark is not mark:
                 raise self._announcer.refuse(
                     SecondStepError(
@@ -719,7 +745,7 @@ class PlanManager:
                     SecondStepError,
                 )
         with self._lock:
-            self._graphs.note_read(capture_id, plan, refreshed=refreshed)
+            self._graphs.note_read(capture_id, plan, refreshed=refreshed, decoded=True)
         return tables, scratch
 
     def _check_unmoved(self, plan: StepPlan, mark: Mark, tables: Tables) -> None:
@@ -855,8 +881,8 @@ class PlanManager:
             with item.lock:
                 tables, scratch = self._settle(part)
                 if self._flags is not None:
-                    self._sanitize_tables(tables, part.mark)
-                self._decode_segments(query_length, tables.segments, scratch, part_call)
+                    self._sanitize_tables(tables, part.mark, part.slot.spec, tables_of_part)
+                self._decode_segments(query_length, tables.views[part.slot.view], scratch, part_call)
 
     def _make_resident(self, slot: Slot, plan: Plan, mark: Mark) -> Why | None:
         """Both buffers of one call are there, or why they are not; raises where falling back is not allowed.
@@ -922,7 +948,8 @@ class PlanManager:
                     record = self._graphs.record_for(self._capture_id())
                     record.bind(g)
                 yield g
-            self._graphs.bind(g, record)
+            with self._lock:
+                self._graphs.bind(g, record)
         finally:
             self._drain()  # a capture that failed is gone by now, and takes its pins along
 
@@ -941,7 +968,8 @@ class PlanManager:
             previous = self._graphs.of(g)
             if previous is not None and previous is not record:
                 self._release(previous, "captured again")
-            self._graphs.bind(g, record)
+            with self._lock:
+                self._graphs.bind(g, record)
         finally:
             self._announcer.deliver()
 
@@ -997,16 +1025,20 @@ class PlanManager:
             differences = [one.difference(read) or (0, "", "", "") for one in spare]
             _, field, found, wanted = max(differences, key=lambda difference: difference[0])
             raise self._stale_field(record, read, field, found, wanted)
+        planned = {read.plan for read, one in matches if read.plan is not None and not one.is_dummy}
         for read, one in matches:
             if not one.is_dummy:
                 self._check_read(record, read, one)
+            elif not read.captured and read.plan in planned:
+                wanted = "a real one, as the site it shares the plan with has"
+                raise self._stale_field(record, read, "step", f"a dummy of site {read.site!r}", wanted)
         self._foresee(record, matches)
 
     def _check_read(self, record: GraphRecord, read: Read, one: _Given) -> None:
         route = self._route_of(one)
         if route != read.route:
             raise self._stale_field(record, read, "route", route, read.route)
-        if read.plan is None or read.refreshes:
+        if read.plan is None or record.num_refreshes(read):
             return
         pair = read.plan.pair
         mark = None if pair is None else (pair.in_graph if read.captured else pair.eager).mark
@@ -1057,7 +1089,7 @@ class PlanManager:
             with plan.lock:
                 assert plan.pair is not None, "a pinned plan lost its buffer"
                 in_graph = plan.pair.in_graph
-                if refreshes[plan] == 1 and not one.is_dummy and read.refreshes:
+                if refreshes[plan] == 1 and not one.is_dummy and record.num_refreshes(read):
                     lens = one.step.context_lens
                     in_graph.set_mark(Mark(one.step, lens, one.rows, one.address, one.version, record.capture_id))
                 elif refreshes[plan]:
@@ -1131,7 +1163,9 @@ class PlanManager:
         specs, ladders = check_sites(sites, ladder)
         check_int("ubatches", ubatches, at_least=1)
         check_int("num_compute_units", num_compute_units, at_least=1)
-        return Sizing(specs, ladders, resolve_backend(backend), ubatches, num_compute_units).worst_case_bytes()
+        resolved = resolve_backend(backend)
+        settled = settle_specs(specs, resolved, DeviceMeant(num_compute_units))
+        return Sizing(settled, ladders, resolved, ubatches, num_compute_units).worst_case_bytes()
 
     def trim(self, target_bytes: int) -> int:
         """Evict the least recently used plans and arenas until at most `target_bytes` are resident.
@@ -1171,7 +1205,7 @@ class PlanManager:
             for answers in self._answers.values():
                 counters["hits"] += answers.num_skipped
                 counters["refreshes_skipped"] += answers.num_skipped
-            plans = [plan for slot in self._slots.values() for plan in slot.plans.values()]
+            plans = dict.fromkeys(plan for slot in self._slots.values() for plan in slot.plans.values())
             arenas = {slot.arena.key: slot.arena for slot in self._slots.values()}
             return MemoryReport(
                 device=self._device.name,
@@ -1184,6 +1218,10 @@ class PlanManager:
                 num_graphs=len(self._graphs),
                 sealed=self._sealed,
                 closed=self._closed,
+                sites=tuple(
+                    SiteLine(site, spec.max_partitions, spec.workgroup_budget, spec.plan_of)
+                    for site, spec in self._settled.items()
+                ),
                 plans=tuple(
                     PlanLine(
                         plan.site,
@@ -1273,11 +1311,12 @@ class PlanManager:
         if self._closed:
             raise ClosedError(f"{what} was called on a closed PlanManager; make a new one.")
 
-    def _sanitize_tables(self, tables: Tables, mark: Mark) -> None:
+    def _sanitize_tables(self, tables: Tables, mark: Mark, spec: PlanSpec, block_tables: Any) -> None:
         """Compare the tables with the lengths that are in the buffer now; recorded into the graph when recording."""
-        for first_row, end_row, native in tables.segments:
+        max_tokens = min(spec.max_context_tokens, block_tables.shape[1] * spec.page_size)
+        for first_row, end_row, native in tables.views[0]:
             rows = max(min(mark.rows, end_row) - first_row, 0)
-            self._backend.sanitize(native, mark.lens[first_row : first_row + rows], rows, self._flags)
+            self._backend.sanitize(native, mark.lens[first_row : first_row + rows], rows, self._flags, max_tokens)
         if not self._capture_id():
             self._collect_flags(may_raise=True)
 

@@ -194,32 +194,41 @@ class PlannerContract:
     ):
         plan = make_plan(rows=5)
         backend.refresh(plan, lens_of([700, 0, 5]), 3)
-        backend.sanitize(plan, lens_of(lens), 3, flags)
+        backend.sanitize(plan, lens_of(lens), 3, flags, 2000)
         assert tuple(flags.tolist()) == found
+
+    def test_the_sanitizer_counts_lengths_that_the_block_tables_do_not_hold(self, backend, make_plan, lens_of, flags):
+        plan = make_plan(rows=5)
+        lens = lens_of([700, 640, 641])
+        backend.refresh(plan, lens, 3)
+        for max_tokens, num_clamped in ((640, 2), (699, 1), (700, 0)):
+            flags.zero_()
+            backend.sanitize(plan, lens, 3, flags, max_tokens)
+            assert flags.tolist() == [0, num_clamped]
 
     def test_the_sanitizer_reads_the_tables_not_the_staged_lengths(self, backend, make_plan, lens_of, flags):
         plan = make_plan(rows=2)
         lens = lens_of([700, 5])
         backend.refresh(plan, lens, 2)
         plan.work_info[0, 3] = 699
-        backend.sanitize(plan, lens, 2, flags)
+        backend.sanitize(plan, lens, 2, flags, 2000)
         assert flags.tolist() == [1, 0]
 
     def test_the_sanitizer_sees_rows_that_the_step_no_longer_has(self, backend, make_plan, lens_of, flags):
         plan = make_plan(rows=3)
         lens = lens_of([700, 5, 9])
         backend.refresh(plan, lens, 3)
-        backend.sanitize(plan, lens, 2, flags)
-        backend.sanitize(plan, lens[:0], 0, flags)
+        backend.sanitize(plan, lens, 2, flags, 2000)
+        backend.sanitize(plan, lens[:0], 0, flags, 2000)
         assert flags.tolist() == [2, 0]
 
     def test_tables_that_were_emptied_on_purpose_are_never_stale(self, backend, make_plan, lens_of, flags):
         plan = make_plan(rows=3)
         backend.refresh(plan, None, 0)
-        backend.sanitize(plan, lens_of([700, 5, 9000]), 3, flags)
+        backend.sanitize(plan, lens_of([700, 5, 9000]), 3, flags, 2000)
         assert flags.tolist() == [0, 1]
         backend.refresh(plan, lens_of([]), 0)
-        backend.sanitize(plan, lens_of([700, 5, 9000]), 3, flags)
+        backend.sanitize(plan, lens_of([700, 5, 9000]), 3, flags, 2000)
         assert flags.tolist() == [1, 2]
 
     def test_the_sanitizer_survives_tables_full_of_garbage(self, backend, make_plan, lens_of, flags):
@@ -227,7 +236,7 @@ class PlannerContract:
         lens = lens_of([700, 5, 9])
         backend.refresh(plan, lens, 3)
         plan.reduce_info.fill_(POISON)
-        backend.sanitize(plan, lens, 3, flags)
+        backend.sanitize(plan, lens, 3, flags, 2000)
         assert flags.tolist() == [1, 0]
 
     def test_a_recorded_sanitizer_counts_per_replay(self, backend, device, make_plan, lens_of, flags):
@@ -235,7 +244,7 @@ class PlannerContract:
         lens = lens_of([700, 5])
         backend.refresh(plan, lens, 2)
         with recorded(device) as graph:
-            backend.sanitize(plan, lens, 2, flags)
+            backend.sanitize(plan, lens, 2, flags, 2000)
         graph.replay()
         assert flags.tolist() == [0, 0]
         lens.add_(1)

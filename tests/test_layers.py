@@ -18,10 +18,10 @@ LAYERS = (
     ("errors", "spec", "unserved", "device"),
     ("planner", "ladder", "ledger", "store", "report", "events", "item"),
     ("plan", "call_check", "graph_record", "sizing", "residency", "backends.base"),
-    ("slot", "graph_book", "configuration", "merge"),
+    ("slot", "graph_book", "configuration", "merge", "hint"),
     ("manager",),
     ("emulated_graph", "torch_device", "kernels", "backends"),
-    ("trace", "testing", "demo", "bench"),
+    ("trace", "testing", "demo", "bench", "sites", "estimate", "visibility", "doctor", "precision"),
     ("commands", "cli", "__main__"),
 )
 CORE = {module for layer in LAYERS[:5] for module in layer}

@@ -82,4 +82,5 @@ class DenseFallback:
 
 
 def _one_task_each(spec: PlanSpec) -> PlanSpec:
-    return replace(spec, max_partitions=1)
+    """The same whatever the manager has settled of the site's plans, which are not used here."""
+    return replace(spec, max_partitions=1, workgroup_budget=None, plan_of=None)

@@ -9,7 +9,7 @@ import torch
 
 from ..kernels.triton_decode import compile_decode, decode_into
 from ..kernels.triton_planner import IS_INTERPRETED, Sanitizer, Tables, plan_numbers, planner_for, prepare_planners
-from ..planner import spec_capacity
+from ..planner import default_workgroup_budget, spec_capacity
 from ..spec import PlanSpec, check_int
 from .torch_backend import TorchPlan, as_host_float, check_scales, partials_bytes, refuse_numbers, table_ends
 
@@ -63,6 +63,9 @@ class TritonBackend:
 
     def refuse_step(self, spec: PlanSpec, context_lens: Any) -> Sequence[str]:
         return ()
+
+    def default_workgroup_budget(self, spec: PlanSpec, device: Any) -> int:
+        return default_workgroup_budget(device.num_compute_units)
 
     def table_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
         end = _word_end(spec_capacity(spec, plan_rows, num_compute_units), plan_rows)
@@ -118,8 +121,10 @@ class TritonBackend:
             lse=lse,
         )
 
-    def sanitize(self, tables: TritonPlan, context_lens: torch.Tensor, num_rows: int, flags: torch.Tensor) -> None:
-        tables.sanitizer.compare(context_lens if num_rows else tables.staged_lens, num_rows, flags)
+    def sanitize(
+        self, tables: TritonPlan, context_lens: torch.Tensor, num_rows: int, flags: torch.Tensor, max_tokens: int
+    ) -> None:
+        tables.sanitizer.compare(context_lens if num_rows else tables.staged_lens, num_rows, flags, max_tokens)
 
 
 def _refuse_device(name: str) -> list[str]:

@@ -95,6 +95,18 @@ class Kernel:
             )
         return launch
 
+    def pending(self, device: str, *dtypes: torch.dtype | None, **constants: Any) -> Launch:
+        """`prepared`, asked at the first launch: for tables that are made before their class is compiled."""
+        launch: Launch | None = None
+
+        def launch_prepared(grid: Grid, *args: Any) -> None:
+            nonlocal launch
+            if launch is None:
+                launch = self.prepared(device, *dtypes, **constants)
+            launch(grid, *args)
+
+        return launch_prepared
+
     def _key(self, device: str, dtypes: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
         missing = [name for name in self._constants if name not in constants]
         if missing or len(dtypes) != len(self._pointers):

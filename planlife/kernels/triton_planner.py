@@ -330,6 +330,7 @@ def _compare_lens(
     flags,
     num_rows: tl.int32,
     max_tokens: tl.int32,
+    countable_tokens: tl.int32,
     plan_rows: tl.int32,
     capacity: tl.int32,
     STALE: tl.constexpr,
@@ -347,7 +348,7 @@ def _compare_lens(
     slots = tl.minimum(tl.maximum(slots, 0), capacity - 1)
     planned = tl.load(work_info + slots * 4 + 3, inside & (tasks > 0), other=0)
     is_stale = tl.max(((planned != wanted) & inside).to(tl.int64), 0)
-    num_clamped = tl.sum((length > max_tokens).to(tl.int64), 0)
+    num_clamped = tl.sum((length > countable_tokens).to(tl.int64), 0)
     if num_clamped > 0:
         tl.atomic_add(flags + CLAMPED, num_clamped)
 
@@ -403,12 +404,13 @@ class Planner(Protocol):
         """Bytes, a multiple of 8, that a plan of so many rows needs besides its tables."""
         ...
 
-    def __init__(self, device: str, numbers: PlanNumbers, tables: Tables) -> None:
-        """Raises MintError for kernels that were not prepared."""
-        ...
+    def __init__(self, device: str, numbers: PlanNumbers, tables: Tables) -> None: ...
 
     def plan(self, lens: torch.Tensor, num_rows: int, *, is_emptied: bool) -> None:
-        """Plan lens[:num_rows], other rows as 0; staged lengths are -1 if all is to be empty on purpose."""
+        """Plan lens[:num_rows], other rows as 0; staged lengths are -1 if all is to be empty on purpose.
+
+        Raises MintError if `prepare_planners` was not called for the device.
+        """
         ...
 
 
@@ -420,7 +422,7 @@ class RowPlanner:
     def __init__(self, device: str, numbers: PlanNumbers, tables: Tables) -> None:
         self._numbers = numbers
         self._written = tables[:4]
-        self._launch = _plan_rows.prepared(device, *self.DTYPES, **self._constants(numbers.plan_rows))
+        self._launch = _plan_rows.pending(device, *self.DTYPES, **self._constants(numbers.plan_rows))
 
     @staticmethod
     def workspace_bytes(plan_rows: int) -> int:
@@ -454,7 +456,7 @@ class RunPlanner:
     def __init__(self, device: str, numbers: PlanNumbers, tables: Tables) -> None:
         self._numbers = numbers
         self._written = tables[:4]
-        self._launch = _plan_slots.prepared(device, *RowPlanner.DTYPES, **self._CONSTANTS)
+        self._launch = _plan_slots.pending(device, *RowPlanner.DTYPES, **self._CONSTANTS)
 
     @staticmethod
     def workspace_bytes(plan_rows: int) -> int:
@@ -506,7 +508,7 @@ class TiledPlanner:
             (self._num_blocks, self._num_blocks, words.numel() - 2 * sums_end)
         )
         self._sum, self._share, self._fill = (
-            kernel.prepared(device, *dtypes, **constants) for kernel, dtypes, constants in self._kernels()
+            kernel.pending(device, *dtypes, **constants) for kernel, dtypes, constants in self._kernels()
         )
 
     @staticmethod
@@ -566,20 +568,19 @@ class Sanitizer:
     _CONSTANTS: ClassVar = {"STALE": FLAG_STALE, "CLAMPED": FLAG_CLAMPED, "ROWS": _SANITIZE_ROWS, "num_warps": 4}
 
     def __init__(self, device: str, numbers: PlanNumbers, tables: Tables) -> None:
-        """Raises MintError for a kernel that was not prepared."""
         self._numbers = numbers
         self._tables = tables[:4]
-        self._launch = _compare_lens.prepared(device, *self._DTYPES, **self._CONSTANTS)
+        self._launch = _compare_lens.pending(device, *self._DTYPES, **self._CONSTANTS)
 
     @classmethod
     def prepare(cls, device: str) -> None:
         """Compile what is not compiled yet."""
         _compare_lens.prepare(device, *cls._DTYPES, **cls._CONSTANTS)
 
-    def compare(self, lens: torch.Tensor, num_rows: int, flags: torch.Tensor) -> None:
-        """Backend.sanitize. Capture: yes. Syncs: no. Allocates: no."""
+    def compare(self, lens: torch.Tensor, num_rows: int, flags: torch.Tensor, max_tokens: int) -> None:
+        """Backend.sanitize; lengths above max_tokens are counted. Capture: yes. Syncs: no. Allocates: no."""
         numbers = self._numbers
         self._launch(
             (-(-numbers.plan_rows // _SANITIZE_ROWS), 1, 1), lens, *self._tables, flags, num_rows, numbers.max_tokens,
-            numbers.plan_rows, numbers.capacity,
+            max_tokens, numbers.plan_rows, numbers.capacity,
         )  # fmt: skip

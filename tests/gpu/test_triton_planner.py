@@ -88,7 +88,7 @@ def test_replays_of_a_recorded_refresh_plan_the_lengths_of_now(backend, rows):
     flags = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     with recorded(DEVICE) as graph:
         backend.refresh(plan, lens, step_rows)
-        backend.sanitize(plan, lens, step_rows, flags)
+        backend.sanitize(plan, lens, step_rows, flags, 300_000)
     rng = random.Random(rows)
     for number in range(100):
         values = [rng.choice([0, rng.randint(1, 300_000)]) for _ in range(step_rows)]
@@ -98,7 +98,7 @@ def test_replays_of_a_recorded_refresh_plan_the_lengths_of_now(backend, rows):
         assert torch.equal(plan.work_info, work_info), (number, values)
         assert torch.equal(plan.reduce_info, reduce_info), (number, values)
     assert flags.tolist() == [0, 0]
-    backend.sanitize(plan, lens + 1, step_rows, flags)
+    backend.sanitize(plan, lens + 1, step_rows, flags, 300_000)
     assert flags.tolist() == [1, 0]
 
 
@@ -112,7 +112,7 @@ def test_nothing_compiles_once_the_classes_are_prepared(backend, compiled):
         for class_rows in {min(c for c in classes if c >= rows), 4096}:
             lens = buffer[rows % 7 : rows % 7 + rows]
             backend.refresh(plans[class_rows], lens, rows)
-            backend.sanitize(plans[class_rows], lens, rows, flags)
+            backend.sanitize(plans[class_rows], lens, rows, flags, 300_000)
     for spec in (SPEC, PlanSpec(8, 2, 64, 32, max_context_tokens=1, sliding_window=1, max_partitions=1)):
         plan = make(spec, 100)
         backend.refresh(plan, None, 0)

@@ -9,9 +9,8 @@ import torch
 
 from planlife import CapacityLadder, ConfigError, StepPlan
 from planlife.backends.torch_backend import TorchBackend
-from planlife.testing import reference_decode
+from planlife.testing import LAYOUTS, lay_out, reference_decode
 
-from ..cache_layouts import LAYOUTS, lay_out
 from .world import PAGE, World, both_styles, small_spec
 
 FP8 = ("float8_e4m3fn", "float8_e4m3fnuz")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from planlife import CapacityLadder, PlanManager, PlanSpec, Step, StepPlan
-from planlife.testing import EmulatedGraph, record, reference_decode
+from planlife.testing import EmulatedGraph, record, reference_decode, row_errors
 
 NUM_PAGES, PAGE, MAX_PAGES = 160, 16, 40
 BIG_ERROR = 1e-2  # relative, per row, BF16
@@ -39,6 +39,8 @@ class World:
     Unowned pages hold NaN, block tables end in -1, outputs are poisoned with NaN before each decode.
     """
 
+    backend = "auto"  #: of worlds whose test names none; other suites run these tests over theirs
+
     def __init__(
         self,
         *,
@@ -53,7 +55,8 @@ class World:
         self.generator = torch.Generator().manual_seed(seed)
         self.sites = sites or {"default": small_spec()}
         self.spec: PlanSpec = next(iter(self.sites.values()))
-        options: dict[str, Any] = {"ladder": CapacityLadder.powers_of_two(rows), "device": device, **manager_options}
+        options: dict[str, Any] = {"ladder": CapacityLadder.powers_of_two(rows), "device": device}
+        options.update({"backend": self.backend, **manager_options})
         self.manager = PlanManager(self.sites, **options)
         self.rows = rows
         self.lens = self.lens_buffer()
@@ -193,14 +196,3 @@ class World:
     def assert_wrong(self, output: torch.Tensor, expected: torch.Tensor, query_length: int = 1) -> None:
         """Positive control: the comparison does see another step's work."""
         assert not (row_errors(output, expected, query_length) <= BIG_ERROR).all()
-
-
-def row_errors(output: torch.Tensor, expected: torch.Tensor, query_length: int = 1) -> torch.Tensor:
-    """float64[rows]: ||output - expected|| / ||expected||, NaN where the output has one; an empty row must be zeros."""
-    rows = output.shape[0] // query_length
-    found = output.to("cpu", torch.float64).reshape(rows, -1)
-    wanted = expected.reshape(expected.shape[0] // query_length, -1)
-    if wanted.shape[0] < rows:
-        wanted = torch.cat([wanted, wanted.new_zeros(rows - wanted.shape[0], wanted.shape[1])])
-    difference, norm = (found - wanted).norm(dim=1), wanted.norm(dim=1)
-    return torch.where(norm > 0, difference / norm, torch.where(difference == 0, 0.0, torch.inf))

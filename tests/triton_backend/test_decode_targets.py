@@ -20,7 +20,7 @@ from planlife.spec import PlanSpec
 triton_decode._takes_natively = lambda kv_dtype: False
 target = GPUTarget("cuda", 90, 32)
 options = {"kv_dtype": "float8_e4m3fn", "scales": "per_token", "kv_layout": "packed"}
-spec = PlanSpec(4, 1, 64, 16, max_context_tokens=4096, query_length=2, sliding_window=100, **options)
+spec = PlanSpec(4, 1, 32, 16, max_context_tokens=4096, query_length=2, sliding_window=100, **options)
 triton_decode._PreparedDecode(spec, torch.device("cuda:0"))
 """
 

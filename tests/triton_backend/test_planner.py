@@ -73,15 +73,15 @@ class TestTiledPlanner(TritonPlanner):
         plan = make(spec, 2500)
         lens = lens_of([100] * 2500)
         backend.refresh(plan, lens, 2500)
-        backend.sanitize(plan, lens, 2500, flags)
+        backend.sanitize(plan, lens, 2500, flags, 1000)
         assert flags.tolist() == [0, 0]
         for changed, found in (([3], 1), ([3, 2499], 2), ([1024, 2048], 3)):
             wrong = lens.clone()
             wrong[changed] += 1
-            backend.sanitize(plan, wrong, 2500, flags)
-            backend.sanitize(plan, lens, 2500, flags)
+            backend.sanitize(plan, wrong, 2500, flags, 1000)
+            backend.sanitize(plan, lens, 2500, flags, 1000)
             assert flags.tolist() == [found, 0]
-        backend.sanitize(plan, lens_of([1001] * 2500), 2500, flags)
+        backend.sanitize(plan, lens_of([1001] * 2500), 2500, flags, 1000)
         assert flags.tolist() == [4, 2500]
 
 
