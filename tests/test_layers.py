@@ -21,7 +21,7 @@ LAYERS = (
     ("slot", "graph_book", "configuration", "merge", "hint"),
     ("manager",),
     ("emulated_graph", "torch_device", "kernels", "backends", "cuda_runtime", "cuda_device"),
-    ("trace", "testing", "demo", "bench", "sites", "estimate", "visibility", "doctor", "precision"),
+    ("trace", "testing", "demo", "bench", "bench_device", "sites", "estimate", "visibility", "doctor", "precision"),
     ("commands", "cli", "__main__"),
 )
 CORE = {module for layer in LAYERS[:5] for module in layer}
