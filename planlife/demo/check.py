@@ -71,8 +71,8 @@ class DenseCheck:
         """Note key, value [tokens, kv_heads, D], what the stored numbers stand for, of cache_rows, positions
         int64[tokens], on the host."""
         cache_rows, positions = (upload(index, self._device) for index in (cache_rows, positions))
-        self._key[layer, cache_rows, positions] = key.to(self._key.dtype)
-        self._value[layer, cache_rows, positions] = value.to(self._value.dtype)
+        self._key[layer, cache_rows, positions] = key
+        self._value[layer, cache_rows, positions] = value
 
     def compare(
         self,
