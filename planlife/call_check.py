@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any
 
 from .device import Device
-from .errors import ConfigError, shown
+from .errors import ConfigError, is_tensor, shown
 from .spec import DTYPE_BYTES, QUERY_DTYPES, PlanSpec, dtype_name
 from .unserved import MLA, NON_UNIFORM, Unserved
 
@@ -137,7 +137,7 @@ class CallChecker:
         return ConfigError(f"site {self.site!r}: {what} is {found}, wanted {wanted}.{reason}")
 
     def _check_placed(self, what: str, tensor: Any, dtype_name: str) -> None:
-        if not hasattr(tensor, "shape") or not hasattr(tensor, "device"):
+        if not is_tensor(tensor):
             raise self._refuse(what, shown(tensor), "a tensor")
         if str(tensor.device) != self._device.name:
             raise self._refuse(f"{what}'s device", tensor.device, f"the manager's, {self._device.name}")
@@ -243,7 +243,7 @@ class CallChecker:
                     raise self._refuse(what, shown(scale), f"None: a {spec.kv_dtype} cache has no scales")
             elif scale is None:
                 raise self._refuse(what, None, f"a {spec.scales} scale: the cache is {spec.kv_dtype}")
-            elif hasattr(scale, "device"):
+            elif is_tensor(scale):
                 self._check_placed(what, scale, "float32")
                 self._check_scale_shape(num_pages, what, scale)
             elif spec.scales == "per_token":
@@ -273,8 +273,8 @@ class CallChecker:
             raise self._refuse("lse's contiguity", False, "True: backends write it as one block")
 
     def _check_sinks(self, sinks: Any) -> None:
-        if not hasattr(sinks, "shape") or tuple(sinks.shape) != (self.spec.num_q_heads,):
-            found = list(sinks.shape) if hasattr(sinks, "shape") else shown(sinks)
+        if not is_tensor(sinks) or tuple(sinks.shape) != (self.spec.num_q_heads,):
+            found = list(sinks.shape) if is_tensor(sinks) else shown(sinks)
             raise self._refuse("sinks' shape", found, f"[{self.spec.num_q_heads}], one logit per query head")
         if str(sinks.device) != self._device.name:
             raise self._refuse("sinks' device", sinks.device, f"the manager's, {self._device.name}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .errors import ConfigError, shown
+from .errors import ConfigError, is_tensor, shown
 from .spec import QUERY_DTYPES, dtype_name
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _check_lse(name: str, tensor: Any, shape: tuple[int, ...], device: Any) -> N
 
 
 def _check_tensor(name: str, tensor: Any) -> None:
-    if not all(hasattr(tensor, attribute) for attribute in ("shape", "dtype", "device")):
+    if not is_tensor(tensor):
         raise ConfigError(f"merge: {name} must be a tensor, got {shown(tensor)}.")
 
 

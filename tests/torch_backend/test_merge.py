@@ -220,6 +220,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("output", torch.zeros(ROWS, HEADS, DIM).double(), r"output is float64\[.*wanted .* of bfloat16, float16, float32"),
     ("output", None, r"output must be a tensor, got None"),
     ("lse", [1.0], r"lse must be a tensor, got \[1.0\]"),
+    ("lse", torch.zeros(ROWS, HEADS).numpy(), r"lse must be a tensor, got array\("),
+    ("other_output", torch.zeros(ROWS, HEADS, DIM).numpy(), r"other_output must be a tensor, got array\("),
     ("other_lse", None, r"other_lse must be a tensor, got None"),
     ("lse", torch.zeros(HEADS, ROWS), rf"lse is float32\[{HEADS}, {ROWS}\] on cpu, but output wants {LSE}"),
     ("lse", torch.zeros(ROWS, HEADS).half(), rf"lse is float16\[.*, but output wants {LSE}"),

@@ -191,6 +191,28 @@ def test_numpy_scales_are_numbers():
         check(checker, good_call(softmax_scale=numpy.bool_(True)))
 
 
+@pytest.mark.parametrize("name", ["key_scale", "value_scale"])
+def test_a_numpy_number_is_a_scale_of_the_whole_cache_and_a_numpy_array_is_none(name):
+    """Both have a dtype, a shape and a device, as a tensor has."""
+    numpy = pytest.importorskip("numpy")
+    checker = checker_of(make_spec(scales="per_tensor", **FP8))
+    scales = {"key_scale": 0.5, "value_scale": 0.5}
+    for number in (numpy.float32(0.5), numpy.float64(0.5), numpy.int64(2)):
+        check(checker, good_call(**PACKED, **{**scales, name: number}))
+    for wrong in (numpy.float32("nan"), numpy.float64(-1), numpy.bool_(True), numpy.ones(1, numpy.float32)):
+        with pytest.raises(ConfigError, match=rf"{name} is .*wanted (finite|a number on the host)"):
+            check(checker, good_call(**PACKED, **{**scales, name: wrong}))
+
+
+@pytest.mark.parametrize("name", ["query", "output", "key_cache", "value_cache", "block_tables", "sinks", "lse"])
+def test_a_numpy_array_is_not_taken_for_a_tensor(name):
+    numpy = pytest.importorskip("numpy")
+    checker, right = checker_of(), {**good_call(), **RIGHT["sinks"], **RIGHT["lse"]}
+    check(checker, right)
+    with pytest.raises(ConfigError, match=rf"(?s){name}.* is array\(.*\(ndarray\), wanted"):
+        check(checker, {**right, name: numpy.zeros(right[name].shape, numpy.float32)})
+
+
 def test_true_is_not_taken_for_a_scale_of_one_that_passed():
     checker = checker_of()
     check(checker, good_call(softmax_scale=1.0))
