@@ -103,7 +103,7 @@ class CallChecker:
                     and query.device == device
                     and output.device == device
                     and (query.is_contiguous() or query.stride()[-1] == 1)
-                    and (output.is_contiguous() or output.stride()[-1] == 1)
+                    and (output.is_contiguous() or (output.stride()[-1] == 1 and 0 not in output.stride()))
                 )
             )
         ):
@@ -174,6 +174,8 @@ class CallChecker:
             raise self._refuse("output's shape", list(output.shape), f"query's, {list(shape)}", MLA if is_mla else None)
         for what, tensor in (("query", query), ("output", output)):
             self._check_last_axis(what, tensor)
+        if is_broadcast(output):
+            raise self._refuse("output's strides", list(output.stride()), "memory of its own for each number")
         self._queries = (weakref.ref(query), weakref.ref(output), rows, query.shape, query.device)
 
     def _remember_caches(self, key_cache: Any, value_cache: Any) -> None:
@@ -280,6 +282,11 @@ class CallChecker:
             raise self._refuse("sinks' device", sinks.device, f"the manager's, {self._device.name}")
         if dtype_name(sinks.dtype) not in QUERY_DTYPES:
             raise self._refuse("sinks' dtype", sinks.dtype, f"one of {', '.join(QUERY_DTYPES)}")
+
+
+def is_broadcast(tensor: Any) -> bool:
+    """Whether several numbers of this tensor lie in one place, as expand() makes them: nothing may be written there."""
+    return any(not stride and extent > 1 for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _attributes(tensor: Any) -> object:

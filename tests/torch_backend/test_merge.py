@@ -232,6 +232,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("other_output", torch.zeros(ROWS, HEADS, DIM, device="meta"), rf"other_output .* on meta, but output is {OUTPUT}"),
     ("out", torch.zeros(ROWS + 1, HEADS, DIM), rf"out is float32\[7, .*, but output is {OUTPUT}"),
     ("out", torch.zeros(ROWS, HEADS, DIM).bfloat16(), rf"out is bfloat16\[.*, but output is {OUTPUT}"),
+    ("out", torch.zeros(1, HEADS, DIM).expand(ROWS, HEADS, DIM), r"out has strides \[0, \d+, 1\], which put several"),
+    ("out_lse", torch.zeros(1, HEADS).expand(ROWS, HEADS), r"out_lse has strides \[0, 1\], which put several"),
     ("out_lse", torch.zeros(ROWS, HEADS).double(), rf"out_lse is float64\[.*, but output wants {LSE}"),
     ("out_lse", torch.zeros(1, HEADS), rf"out_lse is float32\[1, {HEADS}\] on cpu, but output wants {LSE}"),
 ]

@@ -98,6 +98,10 @@ WRONG = {
     "output of another dtype": ({"output": FakeTensor((5, 8, 64), "float32")}, "output's dtype is float32"),
     "output of another shape": ({"output": bf16(6, 8, 64)}, r"output's shape is \[6, 8, 64\].*\[5, 8, 64\]"),
     "output with a strided last axis": ({"output": bf16(5, 8, 64, strides=(1024, 128, 2))}, "output's last stride"),
+    "output with one row for all": (
+        {"output": bf16(5, 8, 64, strides=(0, 64, 1))},
+        r"output's strides is \[0, 64, 1\], wanted memory of its own for each number",
+    ),
     "cache with another page": ({"key_cache": bf16(10, 32, 2, 64)}, r"key_cache's shape.*32.*\[pages, 16, 2, 64\]"),
     "cache with another head size": ({"key_cache": bf16(10, 16, 2, 32)}, "key_cache's shape.*head_dim 64"),
     "cache with other heads": ({"value_cache": bf16(10, 16, 4, 64)}, "value_cache's shape.*num_kv_heads 2"),
@@ -163,6 +167,7 @@ def test_a_wrong_call_names_what_was_found_and_wanted(name, warm):
 RIGHT = {
     "as many rows as the class": {"query": bf16(8, 8, 64), "output": bf16(8, 8, 64)},
     "strided heads": {"query": bf16(5, 8, 64, strides=(64, 320, 1)), "output": bf16(5, 8, 64, strides=(1024, 128, 1))},
+    "one query for all rows": {"query": bf16(5, 8, 64, strides=(0, 64, 1))},
     "caches as halves of one row": {
         name: bf16(10, 16, 2, 64, strides=(4096, 256, 128, 1)) for name in ("key_cache", "value_cache")
     },
