@@ -15,11 +15,13 @@ from rich.table import Table
 
 from .configuration import BACKENDS, FALLBACKS
 from .errors import ConfigError, PlanlifeError
+from .spec import INT32_MAX
 
 if TYPE_CHECKING:
     from .doctor import Diagnosis
 
 _PRECISION_COLUMNS = 120
+_COUNT = click.IntRange(min=1, max=INT32_MAX)
 _BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*(?:([kmgt])(i?))?b?", re.ASCII | re.IGNORECASE)
 
 
@@ -199,7 +201,7 @@ def _sites_option(function: Callable[..., None]) -> Callable[..., None]:
 def _ubatches_option(function: Callable[..., None]) -> Callable[..., None]:
     return click.option(
         "--ubatches",
-        type=click.IntRange(min=1),
+        type=_COUNT,
         default=1,
         show_default=True,
         metavar="N",
@@ -331,7 +333,7 @@ def _exact(num_bytes: int | None) -> str:
 @click.option(
     "--num-cu",
     "num_compute_units",
-    type=click.IntRange(min=1),
+    type=_COUNT,
     default=256,
     show_default=True,
     metavar="N",

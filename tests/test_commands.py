@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -266,12 +267,30 @@ def test_estimate_is_the_managers_worst_case_with_its_parts(sites_file):
     assert f"{worst_case:,} bytes" in result.output and "plan dense/8" in result.output
 
 
+@pytest.mark.parametrize(("encoding", "shown"), [("ascii", r"\u041f\u2713"), ("utf-8", "П✓")])
+@pytest.mark.parametrize("name", ["doctor", "estimate"])
+def test_letters_that_the_terminal_does_not_have_are_escaped(name, encoding, shown, tmp_path):
+    path = tmp_path / "sites.json"
+    path.write_text(json.dumps({"П✓ \ud800": {**SITE, "ladder": [1]}}))
+    arguments = [sys.executable, "-m", "planlife", name, "--sites", str(path)]
+    variables = {
+        **os.environ,
+        "PYTHONIOENCODING": encoding,
+        "CUDA_VISIBLE_DEVICES": "\udcff",
+    }  # a byte that is no UTF-8
+    run = subprocess.run(arguments, capture_output=True, cwd=REPOSITORY, env=variables)
+    assert run.returncode == 0, run.stderr
+    assert rf"{shown} \ud800" in run.stdout.decode()
+    assert name == "estimate" or "CUDA_VISIBLE_DEVICES=" in run.stdout.decode()
+
+
 @pytest.mark.parametrize("name", ["doctor", "estimate"])
 def test_a_bad_sites_file_exits_with_2_and_one_line_that_names_it(name, tmp_path):
     path = tmp_path / "sites.json"
     for content, part in (
         ('{"a": {"head_dims": 8}}', "did you mean 'head_dim'?"),
         ("{", "line 1"),
+        (json.dumps({"a": {**SITE, "head_dim": 10**400, "ladder": [1]}}), "head_dim must be in [1, 2147483647]"),
         (None, "cannot be"),
     ):
         path.unlink(missing_ok=True)
@@ -288,6 +307,7 @@ def test_a_bad_sites_file_exits_with_2_and_one_line_that_names_it(name, tmp_path
     [
         *(("doctor", "--backend", "x"), ("doctor", "--fallback", "aiter"), ("doctor", "--ubatches", "0")),
         *(("estimate", "--num-cu", "0"), ("estimate", "--backend", "auto")),
+        *((name, option, str(2**31)) for name, option in (("doctor", "--ubatches"), ("estimate", "--num-cu"))),
     ],
 )
 def test_bad_options_of_doctor_and_estimate_exit_with_2(arguments):
