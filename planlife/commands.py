@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from . import __version__
 from .configuration import BACKENDS, FALLBACKS
 from .errors import ConfigError, PlanlifeError
 from .spec import INT32_MAX
@@ -64,6 +65,11 @@ class _Commands(click.Group):
         except PlanlifeError as error:
             click.echo("planlife: " + _in_options(" ".join(str(error).split())), err=True)
             ctx.exit(2 if isinstance(error, ConfigError) else 1)
+        except ModuleNotFoundError as missing:
+            if missing.name != "torch":
+                raise
+            click.echo("planlife: this command needs torch: install one that is built for this machine", err=True)
+            ctx.exit(1)
         except BrokenPipeError:
             raise  # click ends quietly: whoever read has seen enough
         except OSError as error:
@@ -72,7 +78,7 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands)
-@click.version_option(package_name="planlife")
+@click.version_option(__version__)
 def planlife() -> None:
     """Owns the life of GPU work plans for paged decode."""
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import click
@@ -174,6 +175,24 @@ def test_without_the_extra_the_command_says_what_to_install(missing):
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY)
     assert run.returncode == 2
     assert run.stderr == f"planlife: the command line needs {missing}: pip install 'planlife[cli]'\n"
+
+
+@pytest.mark.parametrize("arguments", [("estimate",), ("demo",), ("bench", "precision"), ("bench", "host")])
+def test_without_torch_a_command_that_needs_it_says_so_in_one_line(arguments):
+    code = f"import sys; sys.modules['torch'] = None; sys.argv = {['planlife', *arguments]!r}\n"
+    code += "from planlife.cli import main; main()"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY)
+    assert run.returncode == 1
+    assert run.stderr == "planlife: this command needs torch: install one that is built for this machine\n"
+
+
+def test_the_version_is_known_where_planlife_is_only_on_the_path(monkeypatch):
+    def not_installed(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", not_installed)
+    result = CliRunner().invoke(command, ["--version"])
+    assert result.exit_code == 0 and planlife.__version__ in result.output
 
 
 @pytest.mark.parametrize("module", ["planlife", "planlife.cli"])
