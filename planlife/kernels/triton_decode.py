@@ -360,7 +360,6 @@ def _merge_parts(
         part_outputs += tl.where(is_empty[:, :, None], 0.0, weight[:, :, None] * part_output)
     total = tl.where(sees_nothing, 1.0, total + tl.sum(part_sums, 0))
     merged = tl.sum(part_outputs, 0) / total[:, None]
-    merged = tl.where(sees_nothing[:, None], 0.0, merged)
     tl.store(
         output + (query_token * output_token_stride + query_head * output_head_stride)[:, None] + dims[None, :],
         _rounded(merged, OUTPUT_DTYPE, BFLOAT16_BY_HAND),
@@ -392,6 +391,7 @@ class _Tiles:
     merge_warps: int = 4
 
 
+_LEAST_TOKENS = 16  # that a matrix product takes
 #: Bytes of one K or V tile, and floats of one accumulator and of one step of a merge.
 _TILE_BYTES, _TILE_FLOATS, _MERGE_FLOATS = 16 << 10, 8 << 10, 8 << 10
 
@@ -402,13 +402,14 @@ def _choose_tiles(spec: PlanSpec) -> list[_Tiles]:
     exact = "float32" in (spec.q_dtype, spec.kv_dtype)
     block_rows = 16 if exact else max(16, min(rows, _TILE_FLOATS // dim))
     wanted_tokens = _TILE_BYTES // (dim * (4 if exact else DTYPE_BYTES[spec.kv_dtype]))
-    block_tokens = max(16, min(64, wanted_tokens))
+    # The interpreter's time goes with the number of steps.
+    block_tokens = 64 if _DECODE_TASKS.is_interpreted else max(_LEAST_TOKENS, min(64, wanted_tokens))
     merge_rows = max(1, min(rows, _MERGE_FLOATS // (8 * dim)))
     merge_parts = max(1, min(32, _MERGE_FLOATS // (merge_rows * dim)))
     num_warps = 8 if block_rows * dim > _TILE_FLOATS // 2 else 4
     return [
         _Tiles(block_rows, tokens, num_warps, num_stages, merge_rows, merge_parts)
-        for tokens, num_stages in ((block_tokens, 5), (block_tokens, 3), (block_tokens, 1), (16, 1))
+        for tokens, num_stages in ((block_tokens, 5), (block_tokens, 3), (block_tokens, 1), (_LEAST_TOKENS, 1))
     ]
 
 
@@ -481,8 +482,7 @@ class _PreparedDecode:
         }
         window = planned_window(spec.sliding_window)
         pack = _ALIGN_BYTES // DTYPE_BYTES[spec.kv_dtype]
-        query_pack = _ALIGN_BYTES // DTYPE_BYTES[spec.q_dtype]
-        decode = {
+        decode: dict[str, Any] = {
             **shape,
             "PAGE": spec.page_size,
             "PACK": pack if spec.kv_layout == "packed" else 0,
@@ -498,6 +498,9 @@ class _PreparedDecode:
             "BLOCK_N": tiles.block_tokens,
             "num_warps": tiles.num_warps,
             "num_stages": tiles.num_stages,
+            # A logit fused into its own distance from the maximum is not 0 away from it. (A float32 product is made of
+            # fused steps; there the fault only shows beyond logits of 2^24.)
+            "enable_fp_fusion": logits_dtype == "float32",
         }
         merge = {
             **shape,
@@ -506,6 +509,7 @@ class _PreparedDecode:
             "BLOCK_R": tiles.merge_rows,
             "BLOCK_P": tiles.merge_parts,
             "num_warps": tiles.merge_warps,
+            "enable_fp_fusion": False,
         }
         int32, uint8, float32 = torch.int32, torch.uint8, torch.float32
         pointers = (q_dtype, kv_dtype, kv_dtype, int32, int32, uint8, float32, float32)
@@ -514,11 +518,12 @@ class _PreparedDecode:
             self.num_compiled += kernel.prepare(device, *dtypes, **constants)
             return kernel.prepared(device, *dtypes, **constants)
 
-        self._decode_aligned, self._decode_any = (
-            prepared(_DECODE_TASKS, *pointers, **decode, ALIGNED=is_aligned) for is_aligned in (True, False)
-        )
+        self._decode_aligned = prepared(_DECODE_TASKS, *pointers, **decode, ALIGNED=True)
+        # Loads element by element: small steps, lest it takes seconds to compile.
+        decode.update(BLOCK_N=_LEAST_TOKENS, num_stages=1)
+        self._decode_any = prepared(_DECODE_TASKS, *pointers, **decode, ALIGNED=False)
         self._merge = prepared(_MERGE_PARTS, q_dtype, float32, int32, uint8, uint8, **merge)
-        self._pack, self._query_pack = pack, query_pack
+        self._pack, self._query_pack = pack, _ALIGN_BYTES // DTYPE_BYTES[spec.q_dtype]
         self._blocks_per_slot = spec.num_kv_heads * -(-spec.query_rows_per_kv_head // tiles.block_rows)
         self._blocks_per_row = spec.num_kv_heads * -(-spec.query_rows_per_kv_head // tiles.merge_rows)
 

@@ -76,6 +76,7 @@ def test_pages_behind_two_to_the_31_elements_are_read_where_they_are(layout, kv_
     options = {"num_q_heads": 8, "num_kv_heads": 1, "head_dim": 128, "kv_dtype": kv_dtype, "scales": scales}
     call = TritonCall((300, 17, 0), layout=layout, **options)
     near = call.decode().clone()
+    call.assert_matches(near)
     num_pages = 2**31 // (16 * 128) + 4096
     pages = call.tables.unique()[1:]  # without the -1
     for name in ("keys", "values"):
@@ -87,10 +88,8 @@ def test_pages_behind_two_to_the_31_elements_are_read_where_they_are(layout, kv_
         pool.view(torch.uint8)[num_pages - 1 - pages.long()] = cache.view(torch.uint8)[pages.long()]
         setattr(call, name, pool)
     call.tables = torch.where(call.tables == -1, call.tables, num_pages - 1 - call.tables)
-    assert (call.tables.max() - call.tables[0, 0]) < 4096
     call.output.fill_(torch.nan)
     assert torch.equal(call.decode(), near)
-    call.assert_matches(near)
 
 
 def test_heads_two_to_the_31_elements_apart_are_read_where_they_are():
@@ -205,8 +204,7 @@ def test_a_decode_neither_allocates_nor_waits(scales):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", *FP8])
-@pytest.mark.parametrize("head_dim", [64, 320, 512])
-@pytest.mark.parametrize(("group", "query_length"), [(1, 1), (16, 8)])
+@pytest.mark.parametrize(("head_dim", "group", "query_length"), [(512, 1, 1), (512, 16, 8), (256, 16, 4)])
 def test_the_largest_tiles_fit_the_device(dtype, head_dim, group, query_length):
     scales = "per token" if dtype in FP8 else "none"
     call = TritonCall(

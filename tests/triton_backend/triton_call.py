@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from planlife.kernels.triton_decode import compile_decode, decode_into
+from planlife.testing import reference_decode
 
 from ..torch_backend.test_cache_kinds import KindCall
 
@@ -47,25 +48,20 @@ class TritonCall(KindCall):
             return super().reference(lens)
 
     def reference_lse(self) -> torch.Tensor:
-        """float64[rows * query_length, q_heads] on the CPU, of an "nhd" cache: log of the sum of exp(logits), sinks
-        included."""
-        spec = self.spec
-        keys, query = self.nhd[0].cpu().double(), self.query.cpu().double()
-        if self.key_scale is not None:
-            scale = torch.as_tensor(self.key_scale).cpu().double()
-            keys = keys * (scale.view(*scale.shape[:3], 1).transpose(1, 2) if scale.numel() > 1 else scale)
-        lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float64)
-        for row, length in enumerate(self.lens.tolist()):
-            positions = torch.arange(length)
-            pages = self.tables[row].cpu()[positions // spec.page_size]
-            row_keys = keys[pages, positions % spec.page_size].repeat_interleave(spec.group_size, 1)
-            for token in range(spec.query_length):
-                index, end = row * spec.query_length + token, length - spec.query_length + 1 + token
-                if end <= 0:
-                    continue
-                first = max(end - spec.sliding_window, 0) if spec.sliding_window else 0
-                logits = torch.einsum("hd,thd->ht", query[index], row_keys[first:end]) * self.scale
-                if self.sinks is not None:
-                    logits = torch.cat([logits, self.sinks.cpu().double()[:, None]], 1)
-                lse[index] = logits.logsumexp(1)
+        """float64[rows * query_length, q_heads] on the CPU."""
+        scales = {} if self.key_scale is None else {"key_scale": self.key_scale, "value_scale": self.value_scale}
+        lse = torch.full(self.query.shape[:2], torch.nan, dtype=torch.float64)
+        with torch.device("cpu"):
+            reference_decode(
+                self.query,
+                *self.nhd,
+                self.tables,
+                self.lens,
+                self.scale,
+                query_length=self.spec.query_length,
+                sliding_window=self.spec.sliding_window,
+                sinks=self.sinks,
+                lse=lse,
+                **scales,
+            )
         return lse
