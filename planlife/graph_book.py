@@ -8,17 +8,19 @@ from typing import Any
 
 from .device import Device, Graph
 from .errors import ConfigError, RouteError
-from .events import Announcer
+from .events import Announcer, logger
 from .graph_record import GraphRecord, Read
 from .plan import Arena, Mark, OffPlan, Plan, StepPlan
 from .report import Counters
 from .residency import Residency
 
+_UNREAD = "its layers take another kernel or plan. Pass the StepPlan that was made while recording to pa_decode."
+
 
 class GraphBook:
     """Owns: the records of all recorded graphs, and through them every pin. References no graph.
 
-    The caller holds the manager's lock around `pin`, `note_*`, `release`, `release_gone` and `record_for`.
+    The caller holds the manager's lock around `pin`, `note_*`, `bind`, `release`, `release_gone` and `record_for`.
     """
 
     def __init__(
@@ -51,15 +53,22 @@ class GraphBook:
         raise ConfigError(f"a graph object is needed, got {g!r}.")
 
     def bind(self, g: Graph, record: GraphRecord) -> None:
-        """From now on `g` stands for this capture."""
+        """From now on `g` stands for this capture, which has ended; what it refreshes for no decode is reported."""
+        if self._by_graph.get(g) is not record:
+            for read in record.reads.values():
+                if read.refreshes and not read.is_decoded:
+                    self._counters.stale_detected += 1
+                    reason = f"{record} refreshes it and no decode in the graph reads it: {_UNREAD}"
+                    self._announcer.note("stale", read, reason)
+                    logger.warning("%s: %s", str(read), reason)  # a log record must not hold a plan
         record.bind(g)
         self._by_graph[g] = record
 
     def adopted(self, g: Graph) -> GraphRecord:
         """The record of the finished capture that `g` holds; empty if that capture touched no plan.
 
-        Where a graph object does not tell its capture, it is this thread's last one that touched a plan and has no
-        graph yet. RouteError if there is none, or if its pins were released.
+        Where a graph object does not tell its capture, it is the one it was bound to, or else this thread's last one
+        that touched a plan and has no graph yet. RouteError if there is none, or if its pins were released.
         """
         record: GraphRecord | None = None
         if not self._device.capture_id():
@@ -67,7 +76,10 @@ class GraphBook:
             capture_id = self._device.capture_of(g)
             if capture_id is None:
                 last: GraphRecord | None = getattr(self._this_thread, "last_record", None)
-                record = last if last is not None and last.graph is None else None
+                if bound is not None and not bound.released:
+                    record = bound
+                elif last is not None and last.graph is None:
+                    record = last
             elif bound is not None and bound.capture_id == capture_id:
                 record = bound
             elif capture_id:
@@ -115,7 +127,7 @@ class GraphBook:
                 record.holds.append(item.buffer)
                 self._announcer.note("pin", item, str(record))
 
-    def note_read(self, capture_id: int, plan: StepPlan, *, refreshed: bool) -> None:
+    def note_read(self, capture_id: int, plan: StepPlan, *, refreshed: bool, decoded: bool) -> None:
         """The graph being recorded reads this plan: remember what it must find at replay."""
         item, mark = plan.item, plan.mark
         assert item is not None
@@ -128,6 +140,7 @@ class GraphBook:
             record.reads[key] = read
             record.holds.append(whole.lens)
         read.refreshes += refreshed
+        read.is_decoded |= decoded
 
     def note_fallback(self, capture_id: int, plan: StepPlan | OffPlan, mark: Mark) -> None:
         """The graph being recorded runs the fallback over this length buffer."""

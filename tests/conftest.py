@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
+import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from planlife import PlanManager
 
+# Triton reads this once, when it is first imported, whoever does that: without a GPU its kernels are interpreted.
+if not (any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 @pytest.fixture(scope="session", autouse=True)
-def cheap_collections() -> None:
+def cheap_collections() -> Iterator[None]:
     """What was imported stays: freezing it makes the leak checks' collections walk the test's own objects only."""
     gc.collect()
     gc.freeze()
+    yield
+    gc.unfreeze()  # Triton reports objects that outlive the interpreter
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +68,18 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.undo()
     if any(ref() is not None for ref in buffers):
         gc.collect()  # a walk over all of torch: only where a cycle may still hold something
+        _let_the_gpu_finish()
     alive = [ref for ref in buffers if ref() is not None]
     assert not alive, f"{len(alive)} of {len(buffers)} buffers outlive the test"
+
+
+def _let_the_gpu_finish() -> None:
+    """A graph's buffers go when the driver has told that the device is done with it, a moment after the graph."""
+    cuda_device = sys.modules.get("planlife.cuda_device")
+    if cuda_device is not None and cuda_device.torch.cuda.is_initialized():
+        cuda_device.torch.cuda.synchronize()
+        time.sleep(0.02)
+        cuda_device.drop_what_is_gone()
 
 
 def _identity_of(buffer: object) -> object:
