@@ -16,6 +16,7 @@ from .errors import (
 from .ladder import CapacityLadder
 from .manager import PlanManager
 from .plan import OffPlan, StepPlan
+from .recorder import Recorder, record
 from .report import MemoryReport
 from .spec import PlanSpec, Step
 
@@ -35,9 +36,11 @@ __all__ = [
     "PlanManager",
     "PlanSpec",
     "PlanlifeError",
+    "Recorder",
     "RouteError",
     "SecondStepError",
     "StalePlanError",
     "Step",
     "StepPlan",
+    "record",
 ]

@@ -21,8 +21,8 @@ LAYERS = (
     ("slot", "graph_book", "configuration"),
     ("manager",),
     ("emulated_graph", "torch_device", "kernels", "backends"),
-    ("trace", "testing", "demo", "bench"),
-    ("commands", "cli", "__main__"),
+    ("trace_file", "trace", "step_log", "recorder", "testing", "demo", "bench", "sim"),
+    ("sim_commands", "commands", "cli", "__main__"),
 )
 CORE = {module for layer in LAYERS[:5] for module in layer}
 
