@@ -39,8 +39,13 @@ class Costs:
         unknown = sorted(changes.keys() - set(known))
         if unknown:
             raise ConfigError(f"no cost {', '.join(unknown)}: there are {', '.join(known)}.")
-        given = ", ".join(sorted(changes))
-        return replace(self, source=f"{self.source} Given by the user: {given}.", **changes) if changes else self
+        if not changes:
+            return self
+        values: dict[str, Any] = {
+            **changes,
+            "source": f"{self.source} Given by the user: {', '.join(sorted(changes))}.",
+        }
+        return replace(self, **values)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields by name."""
@@ -63,9 +68,9 @@ COSTS = {
             plan_us=7,
             eager_layer_us=30,
             padded_row_us=5,
-            source="compile_us: 65-72 ms cold per new row count of aiter's planner on MI355X, its middle; with a warm disk "
-            "cache 1.2-1.7 ms. refresh_us: 16 us for a steady refresh there. allocate_us, eager_layer_us: as on H200. "
-            + _COMMON,
+            source="compile_us: 65-72 ms cold per new row count of aiter's planner on MI355X, its middle; with a warm "
+            "disk cache 1.2-1.7 ms. refresh_us: 16 us for a steady refresh there. allocate_us, eager_layer_us: as on "
+            "an H200. " + _COMMON,
         ),
         Costs(
             "h200",
@@ -75,10 +80,10 @@ COSTS = {
             plan_us=7,
             eager_layer_us=30,
             padded_row_us=5,
-            source="compile_us: 163-220 ms cold per new row count of aiter's Triton planner on an H200 (1 to 64 rows), its "
-            "middle. refresh_us: its eager call, 28-30 us of host time. allocate_us: torch.empty through the allocator "
-            "thread, H200, torch 2.11. eager_layer_us: an eager decode call of FlashInfer takes 27-62 us of host time on "
-            "an H200; launched in a graph none. " + _COMMON,
+            source="compile_us: 163-220 ms cold per new row count of aiter's Triton planner on an H200 (1 to 64 rows), "
+            "its middle. refresh_us: its eager call, 28-30 us of host time. allocate_us: torch.empty through the "
+            "allocator thread, torch 2.11. eager_layer_us: an eager decode call of FlashInfer takes 27-62 us of host "
+            "time, launched in a graph none. " + _COMMON,
         ),
     )
 }

@@ -37,7 +37,9 @@ class StepTimes:
             if type(value) not in (int, float) or not 0 <= value < 1e9:
                 raise ConfigError(f"{field.name} must be a number of microseconds in [0, 1e9), got {value!r}.")
         if not self.step_us >= 1:
-            raise ConfigError(f"step_us must be >= 1, got {self.step_us!r}: a step takes time, or no request ever ends.")
+            raise ConfigError(
+                f"step_us must be >= 1, got {self.step_us!r}: a step takes time, or no request ever ends."
+            )
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,9 @@ def run_engine(requests: Iterable[Request], engine: Engine, run: EngineRun | Non
     dt_us: list[int] = []
     rows: list[int] = []
     while True:
-        while next_request is not None and (arrived_us := next_request.arrival_seconds * 1e6 / engine.speedup) <= clock_us:
+        while (
+            next_request is not None and (arrived_us := next_request.arrival_seconds * 1e6 / engine.speedup) <= clock_us
+        ):
             waiting.append((arrived_us, next_request))
             run.num_requests += 1
             next_request = next(arrivals, None)

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..backends.base import Backend
-from ..device import block_bytes
 from ..spec import PlanSpec
-from ..testing.fakes import FakeBackend, FakeBuffer, FakeDevice
+from ..testing.fakes import FakeBackend, FakeDevice
 
 
 class Lengths:
@@ -31,14 +30,12 @@ class SimDevice(FakeDevice):
 
     def __init__(self, num_compute_units: int) -> None:
         super().__init__("simulated", num_compute_units)
+        self.low_water_bytes = 0
 
     def _account(self, event: str, change_bytes: int) -> None:
         self.live_bytes += change_bytes
         self.high_water_bytes = max(self.high_water_bytes, self.live_bytes)
-
-    def allocate(self, num_bytes: int) -> FakeBuffer:
-        self._account("allocate", block_bytes(num_bytes))
-        return FakeBuffer(self, self.high_water_bytes, num_bytes)
+        self.low_water_bytes = min(self.low_water_bytes, self.live_bytes)
 
     def inspect_lens(self, context_lens: Lengths) -> tuple[int, int, int | None]:
         return context_lens.rows, context_lens.address, context_lens._version

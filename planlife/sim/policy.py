@@ -76,11 +76,8 @@ def standard_policies(
     top = seen if max_rows is None else max_rows
     if top < seen:
         raise ConfigError(f"max_rows={top} is below the {seen} rows that a step of the log has.")
-    if engine not in CAPTURE_SIZES:
-        raise ConfigError(f"engine must be one of {', '.join(CAPTURE_SIZES)}, got {engine!r}.")
     every_count = CapacityLadder(range(1, top + 1))
-    sizes = CAPTURE_SIZES[engine](top)
-    of_engine = CapacityLadder.from_capture_sizes(sizes, top)
+    of_engine, of_engine_captured = engine_ladder(engine, top)
     powers = CapacityLadder.powers_of_two(top)
     fitted = fit_to(histogram, num_classes, top)
 
@@ -105,8 +102,8 @@ def standard_policies(
         on_ladder(
             f"{engine} sizes",
             of_engine,
-            tuple(rows for rows in of_engine.classes if rows in set(sizes)),
-            f"{engine}'s default capture sizes; counts above the largest run eagerly in one class of the most rows",
+            of_engine_captured,
+            f"{engine}'s default capture sizes; rows above the largest run eagerly in one class of the most rows",
         ),
         on_ladder(
             f"fitted, {len(fitted.classes)} classes",
@@ -115,6 +112,21 @@ def standard_policies(
             "the ladder of so many classes with the fewest padded rows on this log",
         ),
     ]
+
+
+def engine_ladder(engine: str, max_rows: int) -> tuple[CapacityLadder, tuple[int, ...]]:
+    """(classes, captured ones) of an engine that keeps its default sizes and runs at most `max_rows`.
+
+    Raises ConfigError.
+    """
+    if engine not in CAPTURE_SIZES:
+        raise ConfigError(f"engine must be one of {', '.join(CAPTURE_SIZES)}, got {engine!r}.")
+    sizes = CAPTURE_SIZES[engine](max_rows)
+    holding_all = next((size for size in sizes if size >= max_rows), None)
+    if holding_all is None:
+        return CapacityLadder.from_capture_sizes(sizes, max_rows), tuple(sizes)
+    ladder = CapacityLadder(size for size in sizes if size <= holding_all)
+    return ladder, ladder.classes
 
 
 def fit_to(histogram: Mapping[int, int], num_classes: int, max_rows: int) -> CapacityLadder:
