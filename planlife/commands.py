@@ -7,27 +7,22 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from . import sim_commands
 from .errors import ConfigError, PlanlifeError
-
-_BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*(?:([kmgt])(i?))?b?", re.ASCII | re.IGNORECASE)
-
-
-def byte_count(text: str) -> int:
-    """4096, 512KiB, 3MiB, 1.5GB -> bytes. KiB, MiB, ... are powers of 1024; kB, MB, ... of 1000."""
-    match = _BYTES.fullmatch(text.strip())
-    if match is None:
-        raise click.BadParameter(f"{text!r} is no number of bytes: write 4096, 512KiB, 3MiB or 1.5GB.")
-    number, letter, binary = match.groups()
-    exponent = "kmgt".index(letter.lower()) + 1 if letter else 0
-    return int(float(number) * (1024 if binary else 1000) ** exponent)
+from .options import byte_count, progress_bar
 
 
 def _in_options(message: str) -> str:
     """A refusal by the library, in the names that the command line has for its arguments."""
-    for name, option in (("budget_bytes", "--budget"), ("memory_bytes", "--memory"), ("num_layers", "--layers")):
+    for name, option in (
+        ("budget_bytes", "--budget"),
+        ("memory_bytes", "--memory"),
+        ("num_layers", "--layers"),
+        ("num_classes", "--classes"),
+        *((name, "--" + name.replace("_", "-")) for name in sim_commands.RENAMED_OPTIONS),
+    ):
         message = re.sub(rf"\b{name}\b", option, message)  # not within another name, as in min_budget_bytes
     return message
 
@@ -120,16 +115,7 @@ def demo(ctx: click.Context, /, **options: Any) -> None:
 
     config = DemoConfig(**{name: value for name, value in options.items() if value is not None})
     console = Console(markup=False, highlight=False)
-    bar = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    with bar:
+    with progress_bar(console) as bar:
         task = bar.add_task("starting", total=None)
         result = run_demo(
             config, progress=lambda done, total, text: bar.update(task, completed=done, total=total, description=text)
@@ -194,3 +180,8 @@ def host(num_batches: int, calls_per_batch: int) -> None:
         "a method that does nothing with as many arguments, timed in turn with the call; its median. "
         "Ratio: of the two medians."
     )
+
+
+for command in (sim_commands.simulate, sim_commands.fit_ladder, sim_commands.report):
+    planlife.add_command(command)
+bench.add_command(sim_commands.bench_simulate)

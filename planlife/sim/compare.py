@@ -32,7 +32,8 @@ Progress = Callable[[int, int, str], object]  #: steps done, of, and with what
 class Source(Protocol):
     """Steps that can be read more than once, in another process too."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def blocks(self) -> Iterator[StepBlock]: ...
 
@@ -206,9 +207,12 @@ def _compare_in_processes(
 def measure_plan_us(num_steps: int = 5_000) -> float:
     """Microseconds of one plan_for that refreshes, on this machine, with a backend that does nothing."""
     spec = PlanSpec(8, 1, 64, 16, max_context_tokens=1024)
-    setting = Setting({"default": spec}, COSTS["h200"], fold=False)
+    setting = Setting({"default": spec}, COSTS["h200"], backend=resolve_backend("torch"), fold=False)
     block = StepBlock([0] * num_steps, [1 + i % 8 for i in range(num_steps)])
     policy = Policy("every count", CapacityLadder(range(1, 9)))
-    start = time.perf_counter()
-    run_policy([block], policy, setting)
-    return (time.perf_counter() - start) / num_steps * 1e6
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        run_policy([block], policy, setting)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds) / num_steps * 1e6
