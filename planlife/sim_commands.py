@@ -315,14 +315,20 @@ def simulate(
         )
 
 
-def _print_results(case: _Case, results: Sequence[PolicyResult], setting: Setting) -> None:
+def _console() -> Console:
+    """As wide as the terminal; where there is none, as wide as the tables."""
     console = Console(markup=False, highlight=False)
+    return console if console.is_terminal else Console(markup=False, highlight=False, width=120)
+
+
+def _print_results(case: _Case, results: Sequence[PolicyResult], setting: Setting) -> None:
+    console = _console()
     console.print(case.lead())
     table = Table(caption_justify="left")
     header, rows = _summary(results)
-    table.add_column(header[0], no_wrap=True)
+    table.add_column(header[0])
     for heading in header[1:]:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")
     for row in rows:
         table.add_row(*row)
     console.print(table)
@@ -368,7 +374,8 @@ def _notes(results: Sequence[PolicyResult], setting: Setting) -> list[str]:
     notes.append(
         f"Added to a step: planning {costs.plan_us:g} us, refresh {costs.refresh_us:g} us, a compile "
         f"{costs.compile_us / 1e3:g} ms, a buffer {costs.allocate_us:g} us, without a graph {setting.num_layers} "
-        f"layers x {costs.eager_layer_us:g} us, a padded row {costs.padded_row_us:g} us. Costs {costs.name}: {costs.source}"
+        f"layers x {costs.eager_layer_us:g} us, a padded row {costs.padded_row_us:g} us. "
+        f"Costs {costs.name}: {costs.source}"
     )
     return notes
 
@@ -384,24 +391,21 @@ def _simulation_figures(
 ) -> list[tuple[str, Figure]]:
     from .sim import pictures
 
-    ladders = {
-        policy.name: policy.ladder.classes
-        for policy in policies
-        if len(policy.ladder.classes) < case.max_rows or policy.warm
-    }
+    ladders = {policy.name: policy.ladder.classes for policy in policies}
     figures = [
         ("Policies side by side", pictures.policies_figure(results)),
         ("Memory over time with evictions", pictures.memory_figure(results)),
-        (
-            "Rows of the steps against classes",
-            pictures.rows_figure(case.survey.rows, ladders or {"every count": [case.max_rows]}),
-        ),
+        ("Rows of the steps against classes", pictures.rows_figure(case.survey.rows, ladders)),
         ("Padding", pictures.padding_figure(results)),
     ]
+    # Bars that all go from end to end show nothing, but for one policy that shows just that.
+    moving = [result for result in results if result.service["mints"] or result.service["evictions"]]
+    shown = [result for result in results if result in moving or (result is results[-1] and result.lifetimes)]
+    giving_back = {policy.name for policy in policies if policy.trim_each_step}
     figures.extend(
         (f"Plan lifetimes: {result.name}", pictures.lifetimes_figure(result))
-        for result, policy in zip(results, policies, strict=True)
-        if not policy.trim_each_step and result.lifetimes
+        for result in shown
+        if result.name not in giving_back
     )
     return figures
 
@@ -488,7 +492,7 @@ def fit_ladder(
         ladders = {choice.name: choice.classes for choice in (fitted, *others)}
         figures = [
             ("Classes against padding and memory", pictures.pareto_figure(curve, [fitted, *others])),
-            ("Rows of the steps against classes", pictures.rows_figure(case.survey.rows, ladders)),
+            ("Rows of the steps against classes", pictures.rows_figure(case.survey.rows, ladders, first_colour=1)),
         ]
         tables = [
             table_html("The fitted ladder beside others.", *_choices_table([fitted, *others], fitted)),
@@ -517,14 +521,14 @@ def _choices_table(choices: Sequence[Choice], fitted: Choice) -> tuple[list[str]
 def _print_fit(
     case: _Case, fitted: Choice, others: Sequence[Choice], curve: Sequence[Choice], lines: Mapping[str, str]
 ) -> None:
-    console = Console(markup=False, highlight=False)
+    console = _console()
     console.print(case.lead())
     for caption, choices in (("the fitted ladder and others", [fitted, *others]), ("what more classes buy", curve)):
         header, rows = _choices_table(choices, fitted)
         table = Table(title=caption, title_justify="left")
         table.add_column(header[0])
         for heading in header[1:]:
-            table.add_column(heading, justify="right")
+            table.add_column(heading, justify="right", overflow="fold")
         for row in rows:
             table.add_row(*row)
         console.print(table)

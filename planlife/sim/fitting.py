@@ -11,7 +11,7 @@ from ..errors import BudgetTooSmallError
 from ..ladder import CapacityLadder
 from ..manager import PlanManager
 from ..spec import PlanSpec
-from .policy import fit_to
+from .policy import fit_to, fitted_name
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Fitter:
     def fit(self, num_classes: int) -> Choice:
         """The ladder of at most num_classes that pads the least. Raises ConfigError."""
         ladder = fit_to(self._histogram, num_classes, self._max_rows)
-        return self.judge(f"fitted, {len(ladder.classes)} classes", ladder)
+        return self.judge(fitted_name(ladder), ladder)
 
     def fit_bytes(self, budget_bytes: int) -> Choice:
         """The fitted ladder of the most classes whose plans and scratch all fit.

@@ -28,7 +28,7 @@ h2 {{ font-size: 1.1rem; margin: 1.4rem 0 .4rem; }}
   align-items: start; }}
 figure {{ margin: 0; border: 1px solid #ddd; border-radius: 6px; padding: .4rem; }}
 figure svg {{ display: block; width: 100%; height: auto; }}
-.scroll {{ overflow-x: auto; }}
+.scroll {{ overflow-x: auto; margin-bottom: 1rem; }}
 table {{ border-collapse: collapse; font-size: .9rem; }}
 th, td {{ padding: .25rem .6rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }}
 th:first-child, td:first-child {{ text-align: left; }}

@@ -30,7 +30,8 @@ _STYLE: Any = {
     "svg.fonttype": "none",  # text stays text: it can be read out, searched, and is not bigger than it must be
     "font.family": "sans-serif",
     "font.size": 11,
-    "axes.titlesize": 12,
+    "axes.titlesize": 11,
+    "figure.titlesize": 12,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -98,11 +99,11 @@ def memory_figure(results: Sequence[PolicyResult]) -> Figure:
             below.plot(evicted, [index] * len(evicted), "|", color=colour, markersize=7)
         above.set_ylabel(f"plans and scratch ({unit})")
         above.set_ylim(bottom=0)
-        above.set_title("Memory over time")
-        above.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.04), ncols=2, frameon=False)
-        below.set_yticks(range(len(results)), [result.name for result in results], fontsize=8)
+        figure.suptitle("Memory over time")
+        above.legend(fontsize=10, loc="upper center", bbox_to_anchor=(0.5, -0.04), ncols=2, frameon=False)
+        below.set_yticks(range(len(results)), [result.name for result in results], fontsize=10)
         below.set_ylim(len(results) - 0.5, -0.5)
-        below.set_title("evictions", fontsize=10, loc="left")
+        below.set_title("evictions", fontsize=11, loc="left")
     return figure
 
 
@@ -134,28 +135,31 @@ def lifetimes_figure(result: PolicyResult) -> Figure:
                 Patch(facecolor=COLOURS[0], edgecolor="white", hatch="///", label="pinned by a graph"),
                 Patch(facecolor=COLOURS[4], label="resident; gap: evicted"),
             ],
-            fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.55 / (1.0 + 0.2 * len(plans)) - 0.06), ncols=2,
+            fontsize=10, loc="upper center", bbox_to_anchor=(0.5, -0.55 / (1.0 + 0.2 * len(plans)) - 0.06), ncols=2,
             frameon=False,
         )  # fmt: skip
-        axes.set_yticks(range(len(plans)), labels, fontsize=8)
+        axes.set_yticks(range(len(plans)), labels, fontsize=10)
         axes.set_ylim(-0.6, max(len(plans), 1) - 0.4)
         axes.set_ylabel("plan" if several else "class (rows)")
         shown = "" if len(plans) == len(result.lifetimes) else f", {len(plans)} of {len(result.lifetimes)} plans"
-        axes.set_title(f"Plan lifetimes: {result.name}{shown}")
+        figure.suptitle(f"Plan lifetimes: {result.name}{shown}")
     return figure
 
 
-def rows_figure(histogram: Mapping[int, int], ladders: Mapping[str, Sequence[int]]) -> Figure:
-    """How many steps had how many rows, over the classes of each ladder."""
+def rows_figure(histogram: Mapping[int, int], ladders: Mapping[str, Sequence[int]], *, first_colour: int = 0) -> Figure:
+    """How many steps had how many rows, over the classes of each ladder. first_colour: of the first ladder."""
     counts = {rows: steps for rows, steps in histogram.items() if rows}
     with _figure(4.2, 2, height_ratios=(4, 0.5 + 0.4 * len(ladders)), sharex=True) as (figure, (above, below)):
         above.bar(list(counts), list(counts.values()), width=1.0, color=COLOURS[5], linewidth=0)
         above.set_yscale("log")
+        above.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        above.yaxis.set_minor_formatter(lambda value, _: "")
         above.set_ylabel("steps (log scale)")
-        above.set_title("Rows of the steps, and the classes that serve them")
+        figure.suptitle("Rows of the steps, and the classes that serve them")
         for index, classes in enumerate(ladders.values()):
-            below.plot(classes, [index] * len(classes), "|", color=COLOURS[index], markersize=11, markeredgewidth=1.6)
-        below.set_yticks(range(len(ladders)), list(ladders), fontsize=9)
+            colour = COLOURS[(first_colour + index) % len(COLOURS)]
+            below.plot(classes, [index] * len(classes), "|", color=colour, markersize=11, markeredgewidth=1.6)
+        below.set_yticks(range(len(ladders)), list(ladders), fontsize=10)
         below.set_ylim(len(ladders) - 0.5, -0.5)
         below.set_xlim(0, max(max(counts, default=1), *(classes[-1] for classes in ladders.values())) * 1.02)
         below.set_xlabel("rows of a step; each mark is a class")
@@ -179,9 +183,9 @@ def padding_figure(results: Sequence[PolicyResult]) -> Figure:
             )  # fmt: skip
         axes.set_xlabel("classes up to (rows)")
         axes.set_ylabel("padded rows, % of real rows")
-        axes.set_title("Padding, summed over the classes")
+        figure.suptitle("Padding, summed over the classes")
         axes.set_ylim(bottom=0)
-        axes.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False)
+        axes.legend(fontsize=10, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False)
     return figure
 
 
@@ -196,7 +200,7 @@ def policies_figure(results: Sequence[PolicyResult]) -> Figure:
         ("added to a step, p99 (ms)", [result.added_p99_us / 1e3 for result in results], "{:.3f}"),
         (f"peak of plans and scratch ({unit})", [result.peak_bytes / unit_bytes for result in results], "{:.2f}"),
     )
-    with _figure((0.55 + 0.24 * len(results)) * len(panels), len(panels)) as (figure, every):
+    with _figure((0.6 + 0.26 * len(results)) * len(panels), len(panels)) as (figure, every):
         for axes, (title, values, form) in zip(every, panels, strict=True):
             bars = axes.barh(
                 range(len(results)), values, color=[COLOURS[i % len(COLOURS)] for i in range(len(results))],
@@ -204,8 +208,8 @@ def policies_figure(results: Sequence[PolicyResult]) -> Figure:
             )  # fmt: skip
             for index, bar in enumerate(bars):
                 bar.set_hatch(_HATCHES[index % len(_HATCHES)])
-            axes.bar_label(bars, [form.format(value) for value in values], padding=3, fontsize=9)
-            axes.set_yticks(range(len(results)), [result.name for result in results], fontsize=9)
+            axes.bar_label(bars, [form.format(value) for value in values], padding=3, fontsize=10)
+            axes.set_yticks(range(len(results)), [result.name for result in results], fontsize=10)
             axes.invert_yaxis()
             axes.set_title(title, fontsize=11, loc="left")
             axes.set_xlim(0, max(max(values) * 1.18, 1e-9))
@@ -224,20 +228,25 @@ def pareto_figure(choices: Sequence[Choice], marked: Sequence[Choice] = ()) -> F
         )
         below.plot(counts, [c.worst_case_bytes / unit_bytes for c in choices], "o-", color=COLOURS[0], markersize=4)
         for index, choice in enumerate(marked):
-            style = {"color": COLOURS[1 + index], "marker": "sD^v"[index % 4], "linestyle": "", "markersize": 8}
+            style = {
+                "color": COLOURS[1 + index],
+                "marker": "sD^v"[index % 4],
+                "linestyle": "",
+                "markersize": 8,
+                "clip_on": False,
+                "zorder": 3,
+            }
             above.plot([len(choice.classes)], [100 * choice.padding_share], label=choice.name, **style)
             below.plot([len(choice.classes)], [choice.worst_case_bytes / unit_bytes], **style)
         below.set_xscale("log", base=2)
-        from matplotlib.ticker import ScalarFormatter
-
-        below.xaxis.set_major_formatter(ScalarFormatter())
+        below.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         above.set_ylabel("padded rows, % of real")
         below.set_ylabel(f"plans and scratch ({unit})")
         below.set_xlabel("classes (log scale)")
-        above.set_ylim(bottom=0)
-        below.set_ylim(bottom=0)
-        above.set_title("What more classes buy, and what they take")
-        above.legend(fontsize=9)
+        above.set_ylim(bottom=0, top=above.get_ylim()[1] * 1.05)
+        below.set_ylim(bottom=0, top=below.get_ylim()[1] * 1.1)
+        figure.suptitle("What more classes buy, and what they take")
+        above.legend(fontsize=10)
     return figure
 
 
@@ -258,12 +267,12 @@ def report_figure(report: MemoryReport) -> Figure:
         )  # fmt: skip
         for index, bar in enumerate(bars):
             bar.set_hatch(_HATCHES[index])
-        axes.bar_label(bars, [f"{value / unit_bytes:.2f}" for value in figures.values()], padding=3, fontsize=9)
+        axes.bar_label(bars, [f"{value / unit_bytes:.2f}" for value in figures.values()], padding=3, fontsize=10)
         axes.set_yticks(range(len(figures)), list(figures))
         axes.invert_yaxis()
         axes.set_xlabel(f"plans and scratch ({unit})")
         axes.set_xlim(0, max(max(figures.values()) / unit_bytes * 1.15, 1e-9))
-        axes.set_title("Memory of the manager")
+        figure.suptitle("Memory of the manager")
     return figure
 
 

@@ -106,7 +106,7 @@ def standard_policies(
             f"{engine}'s default capture sizes; rows above the largest run eagerly in one class of the most rows",
         ),
         on_ladder(
-            f"fitted, {len(fitted.classes)} classes",
+            fitted_name(fitted),
             fitted,
             fitted.classes,
             "the ladder of so many classes with the fewest padded rows on this log",
@@ -134,3 +134,8 @@ def fit_to(histogram: Mapping[int, int], num_classes: int, max_rows: int) -> Cap
     weights = {rows: steps for rows, steps in histogram.items() if rows}
     weights.setdefault(max_rows, 0)
     return CapacityLadder.fit(weights, num_classes)
+
+
+def fitted_name(ladder: CapacityLadder) -> str:
+    """What a fitted ladder is called in tables."""
+    return f"fitted, {len(ladder.classes)} class{'es' * (len(ladder.classes) != 1)}"
