@@ -260,7 +260,7 @@ def simulate(
     The real manager is driven, on a device that computes nothing. Every policy sees the same steps: what it adds to
     their time is told, and does not move later arrivals.
 
-    Exit status: 0 done, 1 something could not be read or written, 2 bad input.
+    Exit status: 0 done, 1 something could not be written, 2 bad input.
     """
     from .sim.compare import Setting, compare
     from .sim.costs import COSTS
@@ -452,7 +452,7 @@ def fit_ladder(
 ) -> None:
     """The ladder that pads a trace's steps the least, with K classes or within BYTES, and lines to paste.
 
-    Exit status: 0 done, 1 something could not be read or written, or nothing fits the budget, 2 bad input.
+    Exit status: 0 done, 1 something could not be written, 2 bad input, or a budget that holds not even one class.
     """
     from .ladder import CapacityLadder
     from .sim.fitting import Fitter, configuration_lines

@@ -7,6 +7,7 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +18,13 @@ from planlife.errors import ConfigError
 from planlife.sim.compare import Setting, run_policy
 from planlife.sim.costs import COSTS
 from planlife.sim.drive import PolicyRun
+from planlife.sim.engine import Engine, StepTimes, run_engine
 from planlife.sim.policy import Policy, standard_policies
 from planlife.step_log import StepBlock
 from planlife.testing import FakeBackend
+from planlife.trace import stream_trace
+
+DATA = Path(__file__).resolve().parents[1] / "data"
 
 SPEC = PlanSpec(4, 2, 32, 16, max_context_tokens=512)
 
@@ -124,8 +129,12 @@ def test_folding_does_meet_evictions_fallbacks_and_skipped_work():
 @pytest.mark.parametrize("share", [0.05, 0.4, None])
 @pytest.mark.parametrize("index", range(5))
 def test_a_simulation_counts_what_the_real_manager_does_on_tensors(index, share):
-    """2,000 steps of one log: mints, refreshes, evictions and bytes, with the torch backend on the other side."""
-    blocks = busy_blocks(7, 2000)
+    """2,000 steps of one trace: mints, refreshes, evictions and bytes, with the torch backend on the other side."""
+    requests = stream_trace(DATA / "mooncake_conversation_excerpt.csv")
+    steps = run_engine(requests, Engine(max_rows=24, times=StepTimes(step_us=9000)))
+    rows_of_trace = [count for block in steps for count in block.rows][:2000]
+    blocks = [StepBlock([9000] * 2000, rows_of_trace)]
+    assert len(set(rows_of_trace)) > 12
     histogram: dict[int, int] = {}
     for count in (count for block in blocks for count in block.rows):
         histogram[count] = histogram.get(count, 0) + 1
