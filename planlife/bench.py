@@ -170,6 +170,9 @@ class _IdleBackend:
     def refuse_step(self, spec: PlanSpec, context_lens: Any) -> Sequence[str]:
         return ()
 
+    def default_workgroup_budget(self, spec: PlanSpec, device: Any) -> int:
+        return 1
+
     def table_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
         return 512
 
@@ -201,5 +204,5 @@ class _IdleBackend:
     ) -> None:
         pass
 
-    def sanitize(self, tables: Any, context_lens: Any, num_rows: int, flags: Any) -> None:
+    def sanitize(self, tables: Any, context_lens: Any, num_rows: int, flags: Any, max_tokens: int) -> None:
         pass

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from .backends.base import Backend, require_backend
 from .device import Device, require_device
@@ -13,6 +13,18 @@ from .ladder import CapacityLadder
 from .spec import PlanSpec
 
 FallbackFn = Callable[..., Any]
+
+#: What sites that share plans have in common: tables and what may be written into them depend on nothing else.
+_SHARED_FIELDS = ("num_kv_heads", "max_context_tokens", "sliding_window", "shared_lengths")
+#: Numbers that a site takes over from the one whose plans it uses.
+_INHERITED_FIELDS = ("max_partitions", "workgroup_budget")
+
+
+class DeviceMeant(NamedTuple):
+    """What an estimate knows of a device that is not here."""
+
+    num_compute_units: int
+    name: str = "a device that is not here"
 
 
 def check_choice(what: str, value: object, known: tuple[str, ...]) -> None:
@@ -25,6 +37,16 @@ def check_sites(
     sites: PlanSpec | Mapping[str, PlanSpec], ladder: CapacityLadder | Mapping[str, CapacityLadder]
 ) -> tuple[dict[str, PlanSpec], dict[str, CapacityLadder]]:
     """Specs and ladders by site name. Raises ConfigError."""
+    specs, ladders = _by_site(sites, ladder)
+    for site, spec in specs.items():
+        if spec.plan_of is not None:
+            _check_sharing(site, spec.plan_of, specs, ladders)
+    return specs, ladders
+
+
+def _by_site(
+    sites: PlanSpec | Mapping[str, PlanSpec], ladder: CapacityLadder | Mapping[str, CapacityLadder]
+) -> tuple[dict[str, PlanSpec], dict[str, CapacityLadder]]:
     specs = {"default": sites} if isinstance(sites, PlanSpec) else dict(sites) if isinstance(sites, Mapping) else None
     if not specs or not all(type(site) is str and isinstance(spec, PlanSpec) for site, spec in specs.items()):
         raise ConfigError(f"sites must be a PlanSpec, or a non-empty mapping of names to PlanSpecs, got {sites!r}.")
@@ -37,6 +59,58 @@ def check_sites(
             f"ladder must name the same sites as sites: {', '.join(specs)}, got {', '.join(map(repr, ladder))}."
         )
     return specs, dict(ladder)
+
+
+def _check_sharing(site: str, owner: str, specs: Mapping[str, PlanSpec], ladders: Mapping[str, CapacityLadder]) -> None:
+    """ConfigError unless `site` can use the plans of `owner`."""
+    if owner == site or owner not in specs:
+        others = ", ".join(repr(name) for name in specs if name != site) or "none"
+        raise ConfigError(f"plan_of of site {site!r} must name another site (here: {others}), got {owner!r}.")
+    spec, target = specs[site], specs[owner]
+    if target.plan_of is not None:
+        raise ConfigError(
+            f"site {site!r} wants the plans of {owner!r}, which uses those of {target.plan_of!r}: name that site."
+        )
+    found = [(name, getattr(spec, name), getattr(target, name)) for name in _SHARED_FIELDS]
+    found += [
+        (name, getattr(spec, name), getattr(target, name))
+        for name in _INHERITED_FIELDS
+        if getattr(spec, name) is not None
+    ]
+    found.append(("ladder", ladders[site].classes, ladders[owner].classes))
+    for name, own, other in found:
+        if own != other:
+            way_out = "leave it None to take the other's" if name in _INHERITED_FIELDS else "make them the same"
+            raise ConfigError(
+                f"site {site!r} cannot use the plans of {owner!r}: {name} is {own} here and {other} there; {way_out}, "
+                "or drop plan_of."
+            )
+    if spec.sliding_window:
+        raise ConfigError(
+            f"site {site!r} cannot use the plans of {owner!r}: sliding_window is {spec.sliding_window}, and a windowed "
+            "plan is bound to its window and query_length; drop plan_of."
+        )
+
+
+def settle_specs(
+    specs: Mapping[str, PlanSpec], backend: Backend, device: Any, refused: Collection[str] = ()
+) -> dict[str, PlanSpec]:
+    """The specs that plans are made by: with numbers where max_partitions and workgroup_budget were None.
+
+    device: as for `Backend.default_workgroup_budget`. refused: sites that are never planned, which have no numbers;
+    what would share their plans has plans of its own.
+    """
+    settled = {}
+    for site, spec in specs.items():
+        plan_of = None if spec.plan_of in refused else spec.plan_of
+        owner = spec if plan_of is None else specs[plan_of]
+        partitions = budget = None
+        if site not in refused:
+            partitions, budget = owner.max_partitions, owner.workgroup_budget
+            partitions = device.num_compute_units if partitions is None else partitions
+            budget = backend.default_workgroup_budget(owner, device) if budget is None else budget
+        settled[site] = replace(spec, max_partitions=partitions, workgroup_budget=budget, plan_of=plan_of)
+    return settled
 
 
 def resolve_device(device: Any) -> Device:

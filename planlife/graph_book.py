@@ -93,10 +93,11 @@ class GraphBook:
         self._this_thread.last_record = record
         return record
 
-    def read_of(self, capture_id: int, plan: StepPlan) -> Read | None:
-        """How the graph being recorded reads this plan already."""
+    def eager_read_of(self, capture_id: int, plan: Plan) -> Read | None:
+        """How the graph being recorded reads this plan's eager tables already, for whichever site."""
         record = self._by_capture.get(capture_id)
-        return None if record is None else record.reads.get(_read_key(plan))
+        reads = () if record is None else record.reads.values()
+        return next((read for read in reads if read.plan is plan and not read.captured), None)
 
     def pin(self, capture_id: int, plan: Plan, arena: Arena) -> None:
         """The graph being recorded needs this plan and its scratch to stay where they are.
@@ -168,9 +169,10 @@ class GraphBook:
 
 
 def _read_key(plan: StepPlan) -> tuple[Any, ...]:
-    """An eager plan is read for one step only; in-graph tables may be refreshed from several length buffers."""
+    """Each site needs a step of its own. Eager tables are read for one step only; in-graph tables may be refreshed from
+    several length buffers."""
     assert plan.item is not None
     if not plan.captured:
-        return (plan.item.key, "eager")
+        return (plan.item.key, plan.site, "eager")
     whole = plan.whole or plan.mark
-    return (plan.item.key, "in-graph", whole.address, whole.rows)
+    return (plan.item.key, plan.site, "in-graph", whole.address, whole.rows)

@@ -55,6 +55,16 @@ class GraphRecord:
         """This record is that of `graph`."""
         self.graph = weakref.ref(graph)
 
+    def num_refreshes(self, read: Read) -> int:
+        """How often the graph itself refreshes what this read finds, for whichever site of the plan."""
+        return sum(
+            other.refreshes
+            for other in self.reads.values()
+            if other.plan is read.plan
+            and other.captured == read.captured
+            and (other.rows, other.mark.address) == (read.rows, read.mark.address)
+        )
+
     def forget_content(self) -> None:
         """Nothing is known any more of the tables that this graph refreshes."""
         for item in self.pinned:

@@ -9,7 +9,16 @@ from typing import Any, TypeVar
 
 from .backends.base import FLAG_CLAMPED, FLAG_STALE, NUM_FLAGS, Backend
 from .call_check import CallChecker
-from .configuration import FallbackFn, check_choice, check_sites, resolve_backend, resolve_device, resolve_fallback
+from .configuration import (
+    DeviceMeant,
+    FallbackFn,
+    check_choice,
+    check_sites,
+    resolve_backend,
+    resolve_device,
+    resolve_fallback,
+    settle_specs,
+)
 from .device import Device, Graph
 from .errors import (
     BudgetTooSmallError,
@@ -27,7 +36,7 @@ from .graph_record import GraphRecord, Read
 from .item import State
 from .ladder import CapacityLadder
 from .plan import Arena, Mark, OffPlan, Pair, Plan, Segment, StepPlan, Tables, describe_owner
-from .report import ArenaLine, Counters, MemoryReport, PlanLine
+from .report import ArenaLine, Counters, MemoryReport, PlanLine, SiteLine
 from .residency import NoRoomError, Residency
 from .sizing import Sizing
 from .slot import Answers, Slot, Why
@@ -113,7 +122,9 @@ class PlanManager:
         self._ubatches = ubatches
         refusals = {site: self._refusal(site, spec) for site, spec in specs.items()}
         refused = [site for site, refusal in refusals.items() if refusal]
-        self._sizing = Sizing(specs, ladders, self._backend, ubatches, self._device.num_compute_units, refused)
+        #: What plans are made by; a site that asks for a step, or falls back, sees its spec as it was given.
+        self._settled = settle_specs(specs, self._backend, self._device, refused if enabled else specs)
+        self._sizing = Sizing(self._settled, ladders, self._backend, ubatches, self._device.num_compute_units, refused)
         self._announcer = Announcer()
         self._events = self._announcer.waiting
         self._counters = Counters()
@@ -163,21 +174,22 @@ class PlanManager:
             for lane in self._sizing.lanes()
             for ubatch in range(self._ubatches)
         }
+        #: By the site that plans are made for: this site first, then those that use its plans.
+        readers = {
+            owner: [owner, *(site for site in specs if self._settled[site].plan_of == owner and not refusals[site])]
+            for owner in specs
+            if self._settled[owner].plan_of is None
+        }
+        plans = {
+            (owner, ubatch): self._make_plans(owner, ubatch, sites, ladders[owner])
+            for owner, sites in readers.items()
+            for ubatch in range(self._ubatches)
+        }
         slots: dict[tuple[object, object], Slot] = {}
         for site, spec in specs.items():
             checker = CallChecker(site, spec, self._device)
+            owner = self._settled[site].plan_of or site
             for ubatch in range(self._ubatches):
-                plans = {
-                    class_rows: Plan(
-                        site,
-                        class_rows,
-                        ubatch,
-                        spec,
-                        self._sizing.plan_bytes(site, class_rows),
-                        self._pair_maker(site, spec, class_rows),
-                    )
-                    for class_rows in ladders[site].classes
-                }
                 slots[(site, ubatch)] = Slot(
                     token,
                     site,
@@ -185,12 +197,28 @@ class PlanManager:
                     spec,
                     ladders[site],
                     checker,
-                    plans,
+                    plans[(owner, ubatch)],
+                    0 if refusals[site] else readers[owner].index(site),
                     arenas[(spec.lane, ubatch)],
                     refusals[site],
                 )
         self._token = token
         return slots
+
+    def _make_plans(self, owner: str, ubatch: int, sites: list[str], ladder: CapacityLadder) -> dict[int, Plan]:
+        """The plans of one (site, ubatch) by class. sites: all that use them, the owner first."""
+        specs = tuple(self._settled[site] for site in sites)
+        return {
+            class_rows: Plan(
+                owner,
+                class_rows,
+                ubatch,
+                specs,
+                self._sizing.plan_bytes(owner, class_rows),
+                self._pair_maker(owner, specs, class_rows),
+            )
+            for class_rows in ladder.classes
+        }
 
     def _refusal(self, site: str, spec: PlanSpec) -> str:
         """Why the backend can never serve this site; refused outright where nothing else could take its calls."""
@@ -206,22 +234,24 @@ class PlanManager:
             raise ConfigError(f"{refusal}. No fallback is configured: pass fallback=, or change the site.")
         return refusal
 
-    def _pair_maker(self, site: str, spec: PlanSpec, class_rows: int) -> Callable[[Any], Pair]:
+    def _pair_maker(self, owner: str, specs: tuple[PlanSpec, ...], class_rows: int) -> Callable[[Any], Pair]:
         sizing, backend, num_cu = self._sizing, self._backend, self._device.num_compute_units
 
         def make_pair(buffer: Any) -> Pair:
             flavours = []
             offset = 0
             for _ in Pair._fields:
-                segments = []
+                views: list[list[Segment]] = [[] for _ in specs]
                 first_row = 0
                 for rows in sizing.segment_rows(class_rows):
-                    num_bytes = sizing.tables_bytes(site, rows)
-                    native = backend.make_tables(spec, rows, num_cu, buffer[offset : offset + num_bytes])
-                    segments.append(Segment(first_row, first_row + rows, native))
+                    num_bytes = sizing.tables_bytes(owner, rows)
+                    part = buffer[offset : offset + num_bytes]
+                    for spec, segments in zip(specs, views, strict=True):
+                        native = backend.make_tables(spec, rows, num_cu, part)
+                        segments.append(Segment(first_row, first_row + rows, native))
                     first_row += rows
                     offset += num_bytes
-                flavours.append(Tables(tuple(segments)))
+                flavours.append(Tables(tuple(map(tuple, views))))
             return Pair(*flavours)
 
         return make_pair
@@ -406,8 +436,8 @@ class PlanManager:
                 else:
                     tables = pair.eager
                 if self._flags is not None:
-                    self._sanitize_tables(tables, plan.mark)  # type: ignore[arg-type]
-                segments = tables.segments
+                    self._sanitize_tables(tables, plan.mark, slot.spec, block_tables)  # type: ignore[arg-type]
+                segments = tables.views[slot.view]
                 if len(segments) == 1:
                     self._backend.decode(
                         segments[0].native, scratch, output, query, key_cache, value_cache, block_tables, softmax_scale,
@@ -608,7 +638,7 @@ class PlanManager:
         """Launch the planner over the mark's lengths and publish the mark; a failed launch leaves no mark."""
         tables.set_mark(None)
         lens = mark.lens
-        for first_row, end_row, native in tables.segments:
+        for first_row, end_row, native in tables.views[0]:
             rows = min(mark.rows, end_row) - first_row
             if rows <= 0:
                 self._backend.refresh(native, None, 0)
@@ -676,7 +706,7 @@ class PlanManager:
                         "made before the recording cannot give. Call plan_for per layer inside the recording."
                     )
                 )
-            read = self._graphs.read_of(capture_id, plan)
+            read = self._graphs.eager_read_of(capture_id, item)
             if read is not None and read.mark is not mark:
                 raise self._announcer.refuse(
                     SecondStepError(
@@ -805,8 +835,8 @@ class PlanManager:
             with item.lock:
                 tables, scratch = self._settle(part)
                 if self._flags is not None:
-                    self._sanitize_tables(tables, part.mark)
-                self._decode_segments(query_length, tables.segments, scratch, part_call)
+                    self._sanitize_tables(tables, part.mark, part.slot.spec, tables_of_part)
+                self._decode_segments(query_length, tables.views[part.slot.view], scratch, part_call)
 
     def _make_resident(self, slot: Slot, plan: Plan, mark: Mark) -> Why | None:
         """Both buffers of one call are there, or why they are not; raises where falling back is not allowed.
@@ -947,16 +977,20 @@ class PlanManager:
             differences = [one.difference(read) or (0, "", "", "") for one in spare]
             _, field, found, wanted = max(differences, key=lambda difference: difference[0])
             raise self._stale_field(record, read, field, found, wanted)
+        planned = {read.plan for read, one in matches if read.plan is not None and not one.is_dummy}
         for read, one in matches:
             if not one.is_dummy:
                 self._check_read(record, read, one)
+            elif not read.captured and read.plan in planned:
+                wanted = "a real one, as the site it shares the plan with has"
+                raise self._stale_field(record, read, "step", f"a dummy of site {read.site!r}", wanted)
         self._foresee(record, matches)
 
     def _check_read(self, record: GraphRecord, read: Read, one: _Given) -> None:
         route = self._route_of(one)
         if route != read.route:
             raise self._stale_field(record, read, "route", route, read.route)
-        if read.plan is None or read.refreshes:
+        if read.plan is None or record.num_refreshes(read):
             return
         pair = read.plan.pair
         mark = None if pair is None else (pair.in_graph if read.captured else pair.eager).mark
@@ -1007,7 +1041,7 @@ class PlanManager:
             with plan.lock:
                 assert plan.pair is not None, "a pinned plan lost its buffer"
                 in_graph = plan.pair.in_graph
-                if refreshes[plan] == 1 and not one.is_dummy and read.refreshes:
+                if refreshes[plan] == 1 and not one.is_dummy and record.num_refreshes(read):
                     lens = one.step.context_lens
                     in_graph.set_mark(Mark(one.step, lens, one.rows, one.address, one.version, record.capture_id))
                 elif refreshes[plan]:
@@ -1081,7 +1115,9 @@ class PlanManager:
         specs, ladders = check_sites(sites, ladder)
         check_int("ubatches", ubatches, at_least=1)
         check_int("num_compute_units", num_compute_units, at_least=1)
-        return Sizing(specs, ladders, resolve_backend(backend), ubatches, num_compute_units).worst_case_bytes()
+        resolved = resolve_backend(backend)
+        settled = settle_specs(specs, resolved, DeviceMeant(num_compute_units))
+        return Sizing(settled, ladders, resolved, ubatches, num_compute_units).worst_case_bytes()
 
     def trim(self, target_bytes: int) -> int:
         """Evict the least recently used plans and arenas until at most `target_bytes` are resident.
@@ -1121,7 +1157,7 @@ class PlanManager:
             for answers in self._answers.values():
                 counters["hits"] += answers.num_skipped
                 counters["refreshes_skipped"] += answers.num_skipped
-            plans = [plan for slot in self._slots.values() for plan in slot.plans.values()]
+            plans = dict.fromkeys(plan for slot in self._slots.values() for plan in slot.plans.values())
             arenas = {slot.arena.key: slot.arena for slot in self._slots.values()}
             return MemoryReport(
                 device=self._device.name,
@@ -1134,6 +1170,10 @@ class PlanManager:
                 num_graphs=len(self._graphs),
                 sealed=self._sealed,
                 closed=self._closed,
+                sites=tuple(
+                    SiteLine(site, spec.max_partitions, spec.workgroup_budget, spec.plan_of)
+                    for site, spec in self._settled.items()
+                ),
                 plans=tuple(
                     PlanLine(
                         plan.site,
@@ -1223,11 +1263,12 @@ class PlanManager:
         if self._closed:
             raise ClosedError(f"{what} was called on a closed PlanManager; make a new one.")
 
-    def _sanitize_tables(self, tables: Tables, mark: Mark) -> None:
+    def _sanitize_tables(self, tables: Tables, mark: Mark, spec: PlanSpec, block_tables: Any) -> None:
         """Compare the tables with the lengths that are in the buffer now; recorded into the graph when recording."""
-        for first_row, end_row, native in tables.segments:
+        max_tokens = min(spec.max_context_tokens, block_tables.shape[1] * spec.page_size)
+        for first_row, end_row, native in tables.views[0]:
             rows = max(min(mark.rows, end_row) - first_row, 0)
-            self._backend.sanitize(native, mark.lens[first_row : first_row + rows], rows, self._flags)
+            self._backend.sanitize(native, mark.lens[first_row : first_row + rows], rows, self._flags, max_tokens)
         if not self._capture_id():
             self._collect_flags(may_raise=True)
 

@@ -115,12 +115,16 @@ class Segment(NamedTuple):
 
 
 class Tables:
-    """All segments of a class in one flavour (eager or in-graph), and the mark that says whose lengths they hold."""
+    """All segments of a class in one flavour (eager or in-graph), and the mark that says whose lengths they hold.
 
-    __slots__ = ("mark", "segments")
+    views: the segments as each site reads them that uses this plan; first those of the plan's own site. All are views
+    of the same bytes, so one refresh, through the first, is everybody's, and there is one mark.
+    """
 
-    def __init__(self, segments: tuple[Segment, ...]) -> None:
-        self.segments = segments
+    __slots__ = ("mark", "views")
+
+    def __init__(self, views: tuple[tuple[Segment, ...], ...]) -> None:
+        self.views = views
         self.mark: Mark | None = None
 
     def set_mark(self, mark: Mark | None) -> None:
@@ -140,20 +144,28 @@ class Pair(NamedTuple):
 class Plan(Item):
     """Owns: one block with the table sets of one (site, class rows, ubatch), eager and in-graph.
 
+    specs: of the site, then of the sites that use its plans (`PlanSpec.plan_of`).
+
     Address-stable: from mint or rematerialisation until eviction; never moved while a graph pins it.
     `lock` makes checking a mark, launching, and setting a mark one step.
     """
 
-    __slots__ = ("_make_pair", "class_rows", "lock", "pair", "site", "spec", "ubatch")
+    __slots__ = ("_make_pair", "class_rows", "lock", "pair", "site", "specs", "ubatch")
 
     def __init__(
-        self, site: str, class_rows: int, ubatch: int, spec: PlanSpec, num_bytes: int, make_pair: Callable[[Any], Pair]
+        self,
+        site: str,
+        class_rows: int,
+        ubatch: int,
+        specs: tuple[PlanSpec, ...],
+        num_bytes: int,
+        make_pair: Callable[[Any], Pair],
     ) -> None:
         super().__init__((site, class_rows, f"ub{ubatch}"), num_bytes)
         self.site = site
         self.class_rows = class_rows
         self.ubatch = ubatch
-        self.spec = spec
+        self.specs = specs
         self.lock = threading.RLock()
         self.pair: Pair | None = None
         self._make_pair = make_pair
@@ -265,7 +277,7 @@ class StepPlan:
             chunks = [part.segments for part in self.parts]
             return None if None in chunks else [native for chunk in chunks for native in chunk or ()]
         tables = self.tables
-        return None if tables is None else [segment.native for segment in tables.segments]
+        return None if tables is None else [segment.native for segment in tables.views[self.slot.view]]
 
     def __repr__(self) -> str:
         why = f", reason={self.reason!r}" if self.reason else ""

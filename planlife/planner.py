@@ -22,12 +22,17 @@ def planned_window(sliding_window: int) -> int:
     return min(max(sliding_window, 0), _INT32_MAX)
 
 
+def default_workgroup_budget(num_cu: int) -> int:
+    """Tasks to plan for where nobody knows better: 2 x compute units (R38)."""
+    return 2 * num_cu
+
+
 def plan_capacity(
     plan_rows: int, *, num_kv_heads: int, num_cu: int, max_partitions: int | None, workgroup_budget: int | None
 ) -> int:
     """Task slots of a table set: min(rows * M, max(rows, ceil(budget / kv_heads)))."""
     partitions = num_cu if max_partitions is None else max_partitions
-    budget = 2 * num_cu if workgroup_budget is None else workgroup_budget
+    budget = default_workgroup_budget(num_cu) if workgroup_budget is None else workgroup_budget
     return min(plan_rows * partitions, max(plan_rows, -(-budget // num_kv_heads)))
 
 

@@ -36,6 +36,19 @@ class Counters:
 
 
 @dataclass(frozen=True)
+class SiteLine:
+    """One site, with the numbers that its plans are made by: None where the site is never planned.
+
+    plan_of: the site whose plans it uses.
+    """
+
+    site: str
+    max_partitions: int | None
+    workgroup_budget: int | None
+    plan_of: str | None
+
+
+@dataclass(frozen=True)
 class PlanLine:
     """One minted plan. num_bytes: the block it takes when resident. note: what became of it if it is not."""
 
@@ -77,13 +90,14 @@ class MemoryReport:
     num_graphs: int
     sealed: bool
     closed: bool
+    sites: tuple[SiteLine, ...]
     plans: tuple[PlanLine, ...]
     arenas: tuple[ArenaLine, ...]
     counters: dict[str, int]
     excluded: dict[str, str]
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields by name, plans and arenas as dicts."""
+        """All fields by name; sites, plans and arenas as dicts."""
         return asdict(self)
 
     def to_json(self) -> str:
@@ -98,6 +112,14 @@ class MemoryReport:
             f"(worst case {self.worst_case_bytes:,}, peak {self.peak_bytes:,}), "
             f"{self.pinned_bytes:,} pinned by {self.num_graphs} graph{'s' * (self.num_graphs != 1)}",
         ]
+        for site in self.sites:
+            if site.workgroup_budget is None:
+                lines.append(f"  site {site.site}: never planned")
+            else:
+                lines.append(
+                    f"  site {site.site}: plans for {site.workgroup_budget:,} tasks, {site.max_partitions:,} per row"
+                    + (f", shared with {site.plan_of}" if site.plan_of else "")
+                )
         for plan in self.plans:
             lines.append(
                 f"  plan {plan.site}/{plan.class_rows}/ub{plan.ubatch}: {plan.state}, {plan.num_bytes:,} bytes"

@@ -172,12 +172,14 @@ class Residency:
         self.store.reorder(order)
 
     def _compile(self, plan: Plan, *, in_phase: bool) -> None:
-        """Once per class of a site, for all ubatches: code is shared, buffers are not."""
+        """Once per class of a site, for all ubatches and all sites that use its plans: code is shared, buffers are
+        not."""
         key = (plan.site, plan.class_rows)
         if key in self._compiled:
             return
         num_compiles = sum(
-            self._backend.compile(plan.spec, rows, self._device)
+            self._backend.compile(spec, rows, self._device)
+            for spec in plan.specs
             for rows in sorted(set(self._sizing.segment_rows(plan.class_rows)))
         )
         self._compiled.add(key)

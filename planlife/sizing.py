@@ -30,7 +30,7 @@ class Sizing:
         num_compute_units: int,
         refused: Collection[str] = (),
     ) -> None:
-        """refused: sites that are never minted, so that they take no bytes."""
+        """sites: settled specs. refused: sites that are never minted, so that they take no bytes."""
         self._sites = sites
         self._served = {site: spec for site, spec in sites.items() if site not in refused}
         self._ladders = ladders
@@ -76,7 +76,10 @@ class Sizing:
     def worst_case_bytes(self) -> int:
         """Everything resident at once: what a full warm-up takes (R19)."""
         plans = sum(
-            self.plan_bytes(site, class_rows) for site in self._served for class_rows in self._ladders[site].classes
+            self.plan_bytes(site, class_rows)
+            for site, spec in self._served.items()
+            if spec.plan_of is None
+            for class_rows in self._ladders[site].classes
         )
         arenas = sum(self.arena_bytes(lane) for lane in self.lanes())
         return self._ubatches * (plans + arenas)

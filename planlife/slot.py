@@ -21,11 +21,13 @@ class Why(NamedTuple):
 class Slot:
     """The plans of one (site, ubatch) by class, and its lane's arena.
 
+    The plans may be another site's (`PlanSpec.plan_of`); `view` says which of their tables' views is this site's.
+
     It references no StepPlan, which references it: a dropped manager gives its buffers back without a collection, also
     where an engine runs with garbage collection off.
     """
 
-    __slots__ = ("arena", "checker", "ladder", "plans", "refusal", "site", "spec", "token", "ubatch")
+    __slots__ = ("arena", "checker", "ladder", "plans", "refusal", "site", "spec", "token", "ubatch", "view")
 
     def __init__(
         self,
@@ -36,6 +38,7 @@ class Slot:
         ladder: CapacityLadder,
         checker: CallChecker,
         plans: dict[int, Plan],
+        view: int,
         arena: Arena,
         refusal: str,
     ) -> None:
@@ -46,6 +49,7 @@ class Slot:
         self.ladder = ladder
         self.checker = checker
         self.plans = plans
+        self.view = view
         self.arena = arena
         self.refusal = refusal  #: why the backend can never serve this site, "" if it can
 

@@ -20,13 +20,13 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_int(what: str, value: object, *, at_least: int, at_most: int | None = None) -> int:
+def check_int(what: str, value: object, *, at_least: int, at_most: int | None = None, way_out: str = "") -> int:
     """`value` if it is a plain int in range, else a ConfigError that names it. A bool is not an int here."""
     if type(value) is not int:
-        raise ConfigError(f"{what} must be an int, got {value!r} ({type(value).__name__}).")
+        raise ConfigError(f"{what} must be an int, got {value!r} ({type(value).__name__}).{way_out}")
     if value < at_least or (at_most is not None and value > at_most):
         bounds = f">= {at_least}" if at_most is None else f"in [{at_least}, {at_most}]"
-        raise ConfigError(f"{what} must be {bounds}, got {value}.")
+        raise ConfigError(f"{what} must be {bounds}, got {value}.{way_out}")
     return value
 
 
@@ -44,10 +44,16 @@ class PlanSpec:
     query_length: query tokens per row (MTP verify: draft tokens + 1). Token p of Q sees keys
         [max(0, L-Q+1+p-W), max(0, L-Q+1+p)), L the row's length, W the window.
     sliding_window: keys a query token sees, itself included; 0 = all.
-    max_partitions: most tasks per row; None = the device's compute units (R39).
-    workgroup_budget: tasks to plan for over all KV heads; None = 2 x compute units (R38).
+    max_partitions: most tasks per row, at most the device's compute units; None = all of them (R39).
+    workgroup_budget: tasks to plan for over all KV heads; None = the backend's default, 2 x compute units unless it
+        knows better for this site (R38). `report().sites` shows the numbers in use.
     shared_lengths: False if layers of one step may differ in lengths: then every plan_for refreshes (R14).
     lane: sites of one lane run one after another and share scratch; sites in flight together need different lanes.
+    plan_of: another site whose dense plans this one uses as its own (R48): a draft and its target of another
+        query_length. Both have the same num_kv_heads, max_context_tokens, shared_lengths and ladder and no window;
+        max_partitions and workgroup_budget are that site's. They take turns on one set of tables, which a refresh for
+        either overwrites: sites that can be in flight together must not share plans, whatever their lanes. A lane of
+        its own gives a site separate scratch.
 
     Raises ConfigError. Capture: n/a. Syncs: no. Allocates: no.
     """
@@ -68,6 +74,7 @@ class PlanSpec:
     workgroup_budget: int | None = None
     shared_lengths: bool = True
     lane: str = "main"
+    plan_of: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "q_dtype", dtype_name(self.q_dtype))
@@ -77,7 +84,7 @@ class PlanSpec:
         check_int("sliding_window", self.sliding_window, at_least=0)
         for name in ("max_partitions", "workgroup_budget"):
             if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), at_least=1)
+                check_int(name, getattr(self, name), at_least=1, way_out=" None takes the default.")
         if self.num_q_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_q_heads must be a multiple of num_kv_heads, got {self.num_q_heads} and {self.num_kv_heads}."
@@ -104,6 +111,8 @@ class PlanSpec:
             raise ConfigError(f"shared_lengths must be a bool, got {self.shared_lengths!r}.")
         if type(self.lane) is not str or not self.lane:
             raise ConfigError(f"lane must be a non-empty string, got {self.lane!r}.")
+        if self.plan_of is not None and (type(self.plan_of) is not str or not self.plan_of):
+            raise ConfigError(f"plan_of must be the name of a site, or None, got {self.plan_of!r}.")
 
     @property
     def group_size(self) -> int:

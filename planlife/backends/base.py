@@ -33,8 +33,19 @@ class Backend(Protocol):
         """Reasons against this one step; asked once per step, with the tensor the kernel will get. Empty = it can."""
         ...
 
+    def default_workgroup_budget(self, spec: PlanSpec, device: Any) -> int:
+        """Tasks to plan for where `spec` says None (R38); asked once, when a manager is made.
+
+        device: in an estimate nothing is known of it but num_compute_units.
+        """
+        ...
+
     def table_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
-        """Bytes of one table set (tables and staged lengths) for `plan_rows` rows."""
+        """Bytes of one table set (tables and staged lengths) for `plan_rows` rows.
+
+        Dense specs that differ in query heads, query_length or cache have tables of the same bytes: sites may share
+        them (`PlanSpec.plan_of`), each through a `make_tables` of its own.
+        """
         ...
 
     def scratch_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
@@ -73,10 +84,10 @@ class Backend(Protocol):
         exact zeros and none of their block table entries is used as an index."""
         ...
 
-    def sanitize(self, tables: NativePlan, context_lens: Any, num_rows: int, flags: Any) -> None:
+    def sanitize(self, tables: NativePlan, context_lens: Any, num_rows: int, flags: Any, max_tokens: int) -> None:
         """Add 1 to flags[FLAG_STALE] if `tables` were not made from the lengths that are in `context_lens` now (rows
         behind them: from 0), unless `refresh` emptied them on purpose (None); add to flags[FLAG_CLAMPED] the number of
-        lengths above max_context_tokens."""
+        lengths above `max_tokens`: what a row of this decode can have, by max_context_tokens and its block tables."""
         ...
 
 

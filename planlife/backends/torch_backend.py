@@ -11,7 +11,7 @@ import torch
 from ..errors import ConfigError
 from ..kernels.torch_decode import decode_into
 from ..kernels.torch_planner import plan_into
-from ..planner import spec_capacity
+from ..planner import default_workgroup_budget, spec_capacity
 from ..spec import DTYPE_BYTES, PlanSpec, check_int
 from .base import FLAG_CLAMPED, FLAG_STALE
 
@@ -80,6 +80,9 @@ class TorchBackend:
 
     def refuse_step(self, spec: PlanSpec, context_lens: Any) -> Sequence[str]:
         return ()
+
+    def default_workgroup_budget(self, spec: PlanSpec, device: Any) -> int:
+        return default_workgroup_budget(device.num_compute_units)
 
     def table_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
         return _table_ends(spec_capacity(spec, plan_rows, num_compute_units), plan_rows)[2]
@@ -151,11 +154,12 @@ class TorchBackend:
             sinks=sinks,
         )
 
-    def sanitize(self, tables: TorchPlan, context_lens: torch.Tensor, num_rows: int, flags: torch.Tensor) -> None:
-        max_tokens = tables.spec.max_context_tokens
+    def sanitize(
+        self, tables: TorchPlan, context_lens: torch.Tensor, num_rows: int, flags: torch.Tensor, max_tokens: int
+    ) -> None:
         lens = context_lens[:num_rows]
         wanted = torch.zeros_like(tables.staged_lens)
-        wanted[:num_rows].copy_(lens.clamp(0, max_tokens))
+        wanted[:num_rows].copy_(lens.clamp(0, tables.spec.max_context_tokens))
         first_slots, num_slots = tables.reduce_info.to(torch.int64).unbind(1)
         # Not staged_lens: the tables are what a decode reads. An empty last row may start one slot past them.
         in_tables = tables.work_info[:, 3][first_slots.clamp(0, tables.capacity - 1)]

@@ -18,7 +18,7 @@ from typing import Any
 from ..backends.base import FLAG_CLAMPED, FLAG_STALE
 from ..device import ReleaseQueue, block_bytes
 from ..errors import ConfigError, MintError
-from ..planner import plan_tables, spec_capacity
+from ..planner import default_workgroup_budget, plan_tables, spec_capacity
 from ..spec import DTYPE_BYTES, PlanSpec
 
 #: Who is told, of which capture, and what stays alive until then.
@@ -416,18 +416,25 @@ class FakePlan:
 class FakeBackend:
     """planlife.backends.base.Backend on lists. A decode writes, per query row, the length that its tables hold.
 
-    spec_reasons, step_reasons: what refuse_spec and refuse_step answer. calls: how often each method was called.
+    spec_reasons, step_reasons: what refuse_spec and refuse_step answer. default_budget: what default_workgroup_budget
+    answers, None = 2 x compute units. calls: how often each method was called.
     compiled: (spec, plan_rows) of every compile.
     """
 
     name = "fake"
 
     def __init__(
-        self, max_plan_rows: int | None = None, *, spec_reasons: Sequence[str] = (), step_reasons: Sequence[str] = ()
+        self,
+        max_plan_rows: int | None = None,
+        *,
+        spec_reasons: Sequence[str] = (),
+        step_reasons: Sequence[str] = (),
+        default_budget: Callable[[PlanSpec, Any], int] | None = None,
     ) -> None:
         self.max_plan_rows = max_plan_rows
         self.spec_reasons = list(spec_reasons)
         self.step_reasons = list(step_reasons)
+        self.default_budget = default_budget
         self.calls: Counter[str] = Counter()
         self.compiled: list[tuple[PlanSpec, int]] = []
         self._fault: tuple[str | None, int, Exception] | None = None
@@ -452,6 +459,12 @@ class FakeBackend:
     def refuse_step(self, spec: PlanSpec, context_lens: Any) -> Sequence[str]:
         self._count("refuse_step")
         return self.step_reasons
+
+    def default_workgroup_budget(self, spec: PlanSpec, device: Any) -> int:
+        self._count("default_workgroup_budget")
+        if self.default_budget is not None:
+            return self.default_budget(spec, device)
+        return default_workgroup_budget(device.num_compute_units)
 
     def table_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
         self._count("table_bytes")
@@ -513,9 +526,11 @@ class FakeBackend:
             raise AssertionError(f"{len(output)} query rows for a table set of {tables.plan_rows} rows")
         tables.buffer.device.launch(partial(_decode, tables.spec), tables.buffer, scratch, output, query)
 
-    def sanitize(self, tables: FakePlan, context_lens: FakeTensor, num_rows: int, flags: FakeTensor) -> None:
+    def sanitize(
+        self, tables: FakePlan, context_lens: FakeTensor, num_rows: int, flags: FakeTensor, max_tokens: int
+    ) -> None:
         self._count("sanitize")
-        kernel = partial(_sanitize, tables.spec, tables.plan_rows, num_rows)
+        kernel = partial(_sanitize, tables.spec, tables.plan_rows, num_rows, max_tokens)
         tables.buffer.device.launch(kernel, tables.buffer, context_lens, flags)
 
 
@@ -567,10 +582,16 @@ def _decode(spec: PlanSpec, buffer: FakeBuffer, scratch: FakeBuffer, output: Fak
 
 
 def _sanitize(
-    spec: PlanSpec, plan_rows: int, num_rows: int, buffer: FakeBuffer, context_lens: FakeTensor, flags: FakeTensor
+    spec: PlanSpec,
+    plan_rows: int,
+    num_rows: int,
+    max_tokens: int,
+    buffer: FakeBuffer,
+    context_lens: FakeTensor,
+    flags: FakeTensor,
 ) -> None:
     words, lens = flags.values, context_lens.values[:num_rows]
     is_current = _lens_in(buffer) == _planned_lens(spec, plan_rows, num_rows, lens)
     words[FLAG_STALE] += not (is_current or buffer.read()[2])
-    words[FLAG_CLAMPED] += sum(length > spec.max_context_tokens for length in lens)
+    words[FLAG_CLAMPED] += sum(length > max_tokens for length in lens)
     flags._store(words)

@@ -171,8 +171,18 @@ def test_the_sanitizer_tells_stale_tables_and_counts_clamped_lengths(lens, found
     backend, plan = make_plan(rows=5)
     backend.refresh(plan, torch.tensor([700, 0, 5], dtype=torch.int32), 3)
     flags = torch.zeros(2, dtype=torch.int64)
-    backend.sanitize(plan, torch.tensor(lens, dtype=torch.int32), 3, flags)
+    backend.sanitize(plan, torch.tensor(lens, dtype=torch.int32), 3, flags, 2000)
     assert tuple(flags.tolist()) == found
+
+
+def test_the_sanitizer_counts_lengths_that_the_block_tables_do_not_hold():
+    backend, plan = make_plan(rows=5)
+    lens = torch.tensor([700, 640, 641], dtype=torch.int32)
+    backend.refresh(plan, lens, 3)
+    for max_tokens, num_clamped in ((640, 2), (699, 1), (700, 0)):
+        flags = torch.zeros(2, dtype=torch.int64)
+        backend.sanitize(plan, lens, 3, flags, max_tokens)
+        assert flags.tolist() == [0, num_clamped]
 
 
 def test_the_sanitizer_reads_the_tables_not_the_staged_lengths():
@@ -181,7 +191,7 @@ def test_the_sanitizer_reads_the_tables_not_the_staged_lengths():
     backend.refresh(plan, lens, 2)
     plan.work_info[0, 3] = 699
     flags = torch.zeros(2, dtype=torch.int64)
-    backend.sanitize(plan, lens, 2, flags)
+    backend.sanitize(plan, lens, 2, flags, 2000)
     assert flags.tolist() == [1, 0]
 
 
@@ -190,7 +200,7 @@ def test_the_sanitizer_sees_rows_that_the_step_no_longer_has():
     lens = torch.tensor([700, 5, 9], dtype=torch.int32)
     backend.refresh(plan, lens, 3)
     flags = torch.zeros(2, dtype=torch.int64)
-    backend.sanitize(plan, lens, 2, flags)
+    backend.sanitize(plan, lens, 2, flags, 2000)
     assert flags.tolist() == [1, 0]
 
 
@@ -201,7 +211,7 @@ def test_a_recorded_sanitizer_counts_per_replay():
     flags = torch.zeros(2, dtype=torch.int64)
     graph = EmulatedGraph()
     with record(graph):
-        backend.sanitize(plan, lens, 2, flags)
+        backend.sanitize(plan, lens, 2, flags, 2000)
     graph.replay()
     assert flags.tolist() == [0, 0]
     lens.add_(1)

@@ -74,7 +74,7 @@ class FakeWorld:
             "query": FakeTensor(shape, one.q_dtype),
             "key_cache": FakeTensor(cache, one.kv_dtype),
             "value_cache": FakeTensor(cache, one.kv_dtype),
-            "block_tables": FakeTensor((max(rows, 1), 8)),
+            "block_tables": FakeTensor((max(rows, 1), -(-one.max_context_tokens // one.page_size))),
             "softmax_scale": 0.25,
         }
 

@@ -262,6 +262,6 @@ def test_the_sanitizer_counts_stale_and_clamped(lens, flags):
     world.refresh()
     words = world.device.zeros_flags(2)
     world.lens.write(lens)
-    world.backend.sanitize(world.plan, world.lens, 3, words)
+    world.backend.sanitize(world.plan, world.lens, 3, words, 1000)
     assert world.device.read_flags(words) == flags
     assert world.device.read_flags(words) == [0, 0]

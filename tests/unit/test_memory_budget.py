@@ -27,6 +27,7 @@ def test_ten_thousand_random_steps_after_the_seal_stay_within_the_budget_and_com
     """C16: bytes are read off the device's own log of allocations, so that the high water during evictions counts."""
     pick = random.Random(16)
     sites = {"full": spec(), "windowed": spec(sliding_window=512, max_partitions=1), "draft": spec(lane="draft")}
+    sites["shared"] = spec(lane="draft", plan_of="full")
     world = FakeWorld(
         sites=sites, ubatches=2, rows=16, device=FakeDevice(num_compute_units=2), fallback=live_lens_fallback
     )

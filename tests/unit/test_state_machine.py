@@ -18,7 +18,9 @@ SITES = {
     "windowed": spec(max_partitions=1, sliding_window=300),
     "draft": spec(lane="draft"),
     "per layer": spec(shared_lengths=False),
+    "shared": spec(plan_of="full", lane="draft"),
 }
+OWNERS = {site: one.plan_of or site for site, one in SITES.items()}  # whose plans a site uses
 ROWS = (1, 2, 3, 4, 6)  # 6 is beyond the ladder
 UBATCHES = 2
 
@@ -126,7 +128,7 @@ class ManagerLife(RuleBasedStateMachine):
         if step.owner is None or step.site == "per layer":
             return None
         owner = step.owner if type(step.owner) is int else ("id", id(step.owner))
-        return (step.site, owner, step.revision, step.context_lens._version, capture)
+        return (OWNERS[step.site], owner, step.revision, step.context_lens._version, capture)
 
     def clamped(self, lens: list[int]) -> list[int]:
         return [min(length, 4096) for length in lens]
@@ -360,7 +362,7 @@ class ManagerLife(RuleBasedStateMachine):
         pins: Counter[tuple[Any, ...]] = Counter()
         for live in self.graphs:
             if live.plan.route == "planned":
-                pins[live.site, live.plan.class_rows, live.ubatch] += 1
+                pins[OWNERS[live.site], live.plan.class_rows, live.ubatch] += 1
                 pins[SITES[live.site].lane, live.ubatch] += 1
         found = Counter({(line.site, line.class_rows, line.ubatch): line.num_pins for line in report.plans})
         found.update({(line.lane, line.ubatch): line.num_pins for line in report.arenas})
