@@ -22,7 +22,7 @@ LAYERS = (
     ("manager",),
     ("emulated_graph", "torch_device", "kernels", "backends"),
     ("trace_file", "trace", "step_log", "recorder", "testing", "demo", "bench", "sim"),
-    ("sim_commands", "commands", "cli", "__main__"),
+    ("options", "sim_commands", "commands", "cli", "__main__"),
 )
 CORE = {module for layer in LAYERS[:5] for module in layer}
 

@@ -69,6 +69,9 @@ class PolicyRun:
         fold: bool = True,
     ) -> None:
         self.policy = policy
+        sharing = [site for site, spec in sites.items() if spec.plan_of is not None]
+        if sharing:
+            raise ConfigError(f"a simulation gives every site plans of its own: drop plan_of of {', '.join(sharing)}.")
         self._sites = dict(sites)
         self._costs = costs
         self._ubatches = ubatches

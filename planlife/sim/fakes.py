@@ -55,6 +55,9 @@ class SimBackend(FakeBackend):
     def refuse_step(self, spec: PlanSpec, context_lens: Any) -> Sequence[str]:
         return ()
 
+    def default_workgroup_budget(self, spec: PlanSpec, device: Any) -> int:
+        return self._sizes.default_workgroup_budget(spec, device)
+
     def table_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
         return self._sizes.table_bytes(spec, plan_rows, num_compute_units)
 

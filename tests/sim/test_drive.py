@@ -15,6 +15,7 @@ import torch
 
 from planlife import BudgetError, CapacityLadder, PlanManager, PlanSpec, Step
 from planlife.errors import ConfigError
+from planlife.sim import timeline
 from planlife.sim.compare import Setting, run_policy
 from planlife.sim.costs import COSTS
 from planlife.sim.drive import PolicyRun
@@ -126,8 +127,7 @@ def test_folding_does_meet_evictions_fallbacks_and_skipped_work():
     assert run._manager.report().counters["hits"] < 100 < run.finish().service["hits"]
 
 
-@pytest.mark.parametrize("share", [0.05, 0.4, None])
-@pytest.mark.parametrize("index", range(5))
+@pytest.mark.parametrize(("index", "share"), [(0, None), (1, None), (2, 0.05), (3, 0.4), (4, 0.05), (4, None)])
 def test_a_simulation_counts_what_the_real_manager_does_on_tensors(index, share):
     """2,000 steps of one trace: mints, refreshes, evictions and bytes, with the torch backend on the other side."""
     requests = stream_trace(DATA / "mooncake_conversation_excerpt.csv")
@@ -263,7 +263,9 @@ def test_the_real_logic_takes_50_000_steps_a_second(index):
     assert num_steps / seconds > 50_000
 
 
-def test_memory_does_not_grow_with_the_length_of_the_log():
+def test_memory_does_not_grow_with_the_length_of_the_log(monkeypatch):
+    monkeypatch.setattr(timeline, "MAX_BUCKETS", 32)  # full early, so that a short log shows what a long one does
+    monkeypatch.setattr(timeline, "MAX_BARS", 4)
     policy = Policy("cold", CapacityLadder(range(1, 17)), warm=False)
     policy = replace(policy, budget_bytes=budget_for(policy, setting(), 0.5))
 
@@ -277,4 +279,4 @@ def test_memory_does_not_grow_with_the_length_of_the_log():
         return peak
 
     peak_bytes(1)
-    assert peak_bytes(9) < 1.2 * peak_bytes(3)
+    assert peak_bytes(8) < 1.1 * peak_bytes(2)
