@@ -25,6 +25,7 @@ _LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), "-")
 _HATCHES = ("", "///", "...", "xxx", "\\\\\\", "ooo", "+++")
 _WIDTH_INCHES = 5.6
 _MAX_BARS_SHOWN = 32
+_DPI = 120
 
 _STYLE: Any = {
     "svg.fonttype": "none",  # text stays text: it can be read out, searched, and is not bigger than it must be
@@ -293,17 +294,21 @@ def as_svg(figure: Figure, prefix: str) -> str:
 
 
 def save_png(figures: Sequence[Figure], path: str) -> None:
-    """All figures below each other, as one PNG. Raises OSError."""
+    """All figures as one PNG, in two columns where there are more than two. Raises OSError."""
     import matplotlib
     import numpy
 
-    images = []
+    columns: list[list[Any]] = [[], []] if len(figures) > 2 else [[]]
     with matplotlib.rc_context(_STYLE):
         for figure in figures:
             buffer = io.BytesIO()
-            figure.savefig(buffer, format="rgba", dpi=120)
-            width, height = (round(extent * 120) for extent in figure.get_size_inches())
-            images.append(numpy.frombuffer(buffer.getvalue(), dtype=numpy.uint8).reshape(height, width, 4))
+            figure.savefig(buffer, format="rgba", dpi=_DPI)
+            width, height = (round(extent * _DPI) for extent in figure.get_size_inches())
+            image = numpy.frombuffer(buffer.getvalue(), dtype=numpy.uint8).reshape(-1, width, 4)[:height]
+            min(columns, key=lambda column: sum(len(image) for image in column)).append(image)
+    pasted = [numpy.concatenate(column) for column in columns]
+    most = max(map(len, pasted))
+    filled = [numpy.pad(one, ((0, most - len(one)), (0, 0), (0, 0)), constant_values=255) for one in pasted]
     from matplotlib.image import imsave
 
-    imsave(path, numpy.concatenate(images), format="png")
+    imsave(path, numpy.concatenate(filled, axis=1), format="png")
