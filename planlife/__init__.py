@@ -15,6 +15,7 @@ from .errors import (
 )
 from .ladder import CapacityLadder
 from .manager import PlanManager
+from .merge import merge
 from .plan import OffPlan, StepPlan
 from .recorder import Recorder, record
 from .report import MemoryReport
@@ -42,5 +43,6 @@ __all__ = [
     "StalePlanError",
     "Step",
     "StepPlan",
+    "merge",
     "record",
 ]

@@ -201,6 +201,7 @@ class _IdleBackend:
         key_scale: Any,
         value_scale: Any,
         sinks: Any,
+        lse: Any,
     ) -> None:
         pass
 

@@ -9,8 +9,9 @@ from numbers import Real
 from typing import Any
 
 from .device import Device
-from .errors import ConfigError
+from .errors import ConfigError, shown
 from .spec import DTYPE_BYTES, QUERY_DTYPES, PlanSpec, dtype_name
+from .unserved import MLA, NON_UNIFORM, Unserved
 
 #: Caches are remembered one by one: a model has tens of them. An engine that makes new views for every call
 #: would fill the memory with dead ones, so it starts afresh at this many.
@@ -75,6 +76,7 @@ class CallChecker:
         key_scale: Any,
         value_scale: Any,
         sinks: Any,
+        lse: Any,
     ) -> None:
         """Refuse a call that the kernels cannot take as it is.
 
@@ -83,6 +85,7 @@ class CallChecker:
         key_cache, value_cache: kv_dtype in the spec's layout, last axis contiguous.
         block_tables: int32[>= plan_rows, >= 1].
         softmax_scale, and host numbers as scales: finite and > 0. Scales on the device are not read.
+        lse: None, or float32[R * query_length, q_heads], contiguous.
 
         Raises ConfigError. Capture: yes. Syncs: no. Allocates: no.
         """
@@ -118,6 +121,8 @@ class CallChecker:
             self._check_scales(key_cache.shape[0], key_scale, value_scale)
         if sinks is not None:
             self._check_sinks(sinks)
+        if lse is not None:
+            self.check_lse(lse, query.shape[0])
 
     def check_output(self, output: Any) -> None:
         """Refuse what cannot be the output of a dummy step, of any row count. Raises ConfigError."""
@@ -127,12 +132,13 @@ class CallChecker:
                 "output's shape", list(output.shape), f"[any, {self.spec.num_q_heads}, {self.spec.head_dim}]"
             )
 
-    def _refuse(self, what: str, found: object, wanted: str) -> ConfigError:
-        return ConfigError(f"site {self.site!r}: {what} is {found}, wanted {wanted}.")
+    def _refuse(self, what: str, found: object, wanted: str, because: Unserved | None = None) -> ConfigError:
+        reason = "" if because is None else f" {because}."
+        return ConfigError(f"site {self.site!r}: {what} is {found}, wanted {wanted}.{reason}")
 
     def _check_placed(self, what: str, tensor: Any, dtype_name: str) -> None:
         if not hasattr(tensor, "shape") or not hasattr(tensor, "device"):
-            raise self._refuse(what, _shown(tensor), "a tensor")
+            raise self._refuse(what, shown(tensor), "a tensor")
         if str(tensor.device) != self._device.name:
             raise self._refuse(f"{what}'s device", tensor.device, f"the manager's, {self._device.name}")
         if tensor.dtype != self._device.dtype(dtype_name):
@@ -149,7 +155,13 @@ class CallChecker:
         shape = tuple(query.shape)
         length = spec.query_length
         if len(shape) != 3 or shape[1:] != (spec.num_q_heads, spec.head_dim) or shape[0] % length:
-            raise self._refuse("query's shape", list(shape), f"[rows * {length}, {spec.num_q_heads}, {spec.head_dim}]")
+            is_ragged = shape[1:] == (spec.num_q_heads, spec.head_dim)
+            raise self._refuse(
+                "query's shape",
+                list(shape),
+                f"[rows * {length}, {spec.num_q_heads}, {spec.head_dim}]",
+                NON_UNIFORM if is_ragged else None,
+            )
         rows = shape[0] // length
         if not plan_rows <= rows <= class_rows:
             raise self._refuse(
@@ -158,7 +170,8 @@ class CallChecker:
                 f"{plan_rows} to {class_rows}: the plan's rows to those of its class",
             )
         if tuple(output.shape) != shape:
-            raise self._refuse("output's shape", list(output.shape), f"query's, {list(shape)}")
+            is_mla = len(output.shape) == 3 and tuple(output.shape)[:-1] == shape[:-1]
+            raise self._refuse("output's shape", list(output.shape), f"query's, {list(shape)}", MLA if is_mla else None)
         for what, tensor in (("query", query), ("output", output)):
             self._check_last_axis(what, tensor)
         self._queries = (weakref.ref(query), weakref.ref(output), rows, query.shape, query.device)
@@ -181,12 +194,19 @@ class CallChecker:
             self._check_placed(what, cache, spec.kv_dtype)
             shape = tuple(cache.shape)
             if shape[1:] not in wanted or shape[0] < 1:
+                is_mla = (
+                    cache is value_cache
+                    and spec.kv_layout != "packed"
+                    and shape[1:-1] == wanted[0][:-1]
+                    and shape[-1] != spec.head_dim
+                )
                 raise self._refuse(
                     f"{what}'s shape",
                     list(shape),
                     " or ".join(f"[pages, {', '.join(map(str, s))}]" for s in wanted)
                     + f" (kv_layout {spec.kv_layout!r}, page_size {spec.page_size}, num_kv_heads "
                     f"{spec.num_kv_heads}, head_dim {spec.head_dim})",
+                    MLA if is_mla else None,
                 )
             self._check_last_axis(what, cache)
         if key_cache.shape[0] != value_cache.shape[0]:
@@ -207,7 +227,7 @@ class CallChecker:
 
     def _check_number(self, what: str, value: Any) -> None:
         if not isinstance(value, Real) or isinstance(value, bool):
-            raise self._refuse(what, _shown(value), "a number on the host")
+            raise self._refuse(what, shown(value), "a number on the host")
         try:
             number = float(value)
         except OverflowError:
@@ -220,14 +240,14 @@ class CallChecker:
         for what, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
             if not self._fp8:
                 if scale is not None:
-                    raise self._refuse(what, _shown(scale), f"None: a {spec.kv_dtype} cache has no scales")
+                    raise self._refuse(what, shown(scale), f"None: a {spec.kv_dtype} cache has no scales")
             elif scale is None:
                 raise self._refuse(what, None, f"a {spec.scales} scale: the cache is {spec.kv_dtype}")
             elif hasattr(scale, "device"):
                 self._check_placed(what, scale, "float32")
                 self._check_scale_shape(num_pages, what, scale)
             elif spec.scales == "per_token":
-                raise self._refuse(what, _shown(scale), "a float32 tensor with one scale per token")
+                raise self._refuse(what, shown(scale), "a float32 tensor with one scale per token")
             else:
                 self._check_number(what, scale)
 
@@ -243,9 +263,18 @@ class CallChecker:
         if scale.stride()[2] != 1 and self.spec.page_size > 1:
             raise self._refuse(f"{what}'s stride over tokens", scale.stride()[2], "1 (a contiguous token axis)")
 
+    def check_lse(self, lse: Any, num_query_rows: int) -> None:
+        """Refuse what cannot take the log-sum-exps of that many query rows. Raises ConfigError."""
+        self._check_placed("lse", lse, "float32")
+        wanted = (num_query_rows, self.spec.num_q_heads)
+        if tuple(lse.shape) != wanted:
+            raise self._refuse("lse's shape", list(lse.shape), f"{list(wanted)}, one per query row and query head")
+        if not lse.is_contiguous():
+            raise self._refuse("lse's contiguity", False, "True: backends write it as one block")
+
     def _check_sinks(self, sinks: Any) -> None:
         if not hasattr(sinks, "shape") or tuple(sinks.shape) != (self.spec.num_q_heads,):
-            found = list(sinks.shape) if hasattr(sinks, "shape") else _shown(sinks)
+            found = list(sinks.shape) if hasattr(sinks, "shape") else shown(sinks)
             raise self._refuse("sinks' shape", found, f"[{self.spec.num_q_heads}], one logit per query head")
         if str(sinks.device) != self._device.name:
             raise self._refuse("sinks' device", sinks.device, f"the manager's, {self._device.name}")
@@ -259,11 +288,6 @@ def _attributes(tensor: Any) -> object:
         return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
     except (AttributeError, TypeError):
         return None
-
-
-def _shown(value: Any) -> str:
-    """A value for a message; a tensor by its device, because printing it would read it back."""
-    return f"a tensor on {value.device}" if hasattr(value, "device") else f"{value!r} ({type(value).__name__})"
 
 
 def _cache_shapes(spec: PlanSpec) -> tuple[tuple[int, ...], ...]:

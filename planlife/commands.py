@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import click
+from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
 from . import sim_commands
+from .configuration import BACKENDS, FALLBACKS
 from .errors import ConfigError, PlanlifeError
 from .options import byte_count, progress_bar
+
+if TYPE_CHECKING:
+    from .doctor import Diagnosis
+
+_PRECISION_COLUMNS = 120
 
 
 def _in_options(message: str) -> str:
@@ -24,7 +33,7 @@ def _in_options(message: str) -> str:
         *((name, "--" + name.replace("_", "-")) for name in sim_commands.RENAMED_OPTIONS),
     ):
         message = re.sub(rf"\b{name}\b", option, message)  # not within another name, as in min_budget_bytes
-    return message
+    return re.sub(r"\b(kv|scales)(?==|\b out)", r"--\1", message)
 
 
 class _Commands(click.Group):
@@ -92,6 +101,35 @@ def planlife() -> None:
     help="Attention layers of the toy model; many of them need a larger --memory.",
 )
 @click.option(
+    "--kv",
+    type=click.Choice(["bf16", "fp16", "fp8"]),
+    default="bf16",
+    show_default=True,
+    help="What the KV cache stores; fp8 is e4m3fn with scales.",
+)
+@click.option(
+    "--scales", type=click.Choice(["per_tensor", "per_token"]), help="Of an fp8 cache; per_tensor unless given."
+)
+@click.option(
+    "--layout", type=click.Choice(["nhd", "hnd", "packed"]), default="nhd", show_default=True, help="Of the KV cache."
+)
+@click.option(
+    "--mtp",
+    type=click.IntRange(1, 7),
+    default=3,
+    show_default=True,
+    metavar="N",
+    help="Draft tokens: a verify step has N + 1 query tokens per row, and N draft passes follow it.",
+)
+@click.option(
+    "--window",
+    type=click.IntRange(1, 8192),
+    default=128,
+    show_default=True,
+    metavar="TOKENS",
+    help="Of the layers with a sliding window. Contexts are up to twice as long, and at least 1024 tokens.",
+)
+@click.option(
     "--memory",
     "memory_bytes",
     type=byte_count,
@@ -127,6 +165,182 @@ def demo(ctx: click.Context, /, **options: Any) -> None:
     console.print(table)
     if not result.ok:
         ctx.exit(1)
+
+
+def _sites_option(function: Callable[..., None]) -> Callable[..., None]:
+    return click.option(
+        "--sites",
+        "sites_path",
+        type=click.Path(),
+        metavar="FILE",
+        help="Sites in JSON: by name an object of PlanSpec's fields, and 'ladder', a list of row counts; "
+        "one common shape unless given.",
+    )(function)
+
+
+def _ubatches_option(function: Callable[..., None]) -> Callable[..., None]:
+    return click.option(
+        "--ubatches",
+        type=click.IntRange(min=1),
+        default=1,
+        show_default=True,
+        metavar="N",
+        help="Micro-batches that may be in flight together.",
+    )(function)
+
+
+def _json_option(function: Callable[..., None]) -> Callable[..., None]:
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")(function)
+
+
+@planlife.command()
+@_sites_option
+@click.option(
+    "--device", metavar="NAME", help="As for PlanManager: cpu, cuda, cuda:1; what it would take unless given."
+)
+@click.option(
+    "--backend",
+    type=click.Choice(["auto", *BACKENDS]),
+    default="auto",
+    show_default=True,
+    help="The backend that has to serve the sites.",
+)
+@click.option(
+    "--fallback", type=click.Choice(FALLBACKS), help="The fallback that has to take what the backend refuses."
+)
+@_ubatches_option
+@_json_option
+@click.pass_context
+def doctor(
+    ctx: click.Context,
+    sites_path: str | None,
+    device: str | None,
+    backend: str,
+    fallback: str | None,
+    ubatches: int,
+    as_json: bool,
+) -> None:
+    """What is installed and visible here, and what each backend says about each site.
+
+    Exit status: 0 what was asked for works, 1 something of it cannot, 2 bad input. On GPUs it opens a context on each.
+    """
+    from .doctor import diagnose
+    from .sites import DEFAULT_SITES, read_sites
+
+    sites = DEFAULT_SITES if sites_path is None else read_sites(sites_path)
+    found = diagnose(sites, device=device, backend=backend, fallback=fallback, ubatches=ubatches)
+    if as_json:
+        click.echo(found.to_json())
+    else:
+        _print_diagnosis(found)
+    if found.refused:
+        ctx.exit(1)
+
+
+def _print_diagnosis(found: Diagnosis) -> None:
+    console = _console()
+    software = _table("software", "version", "")
+    for one in found.software:
+        software.add_row(one.name, one.version or "missing", one.note)
+    software.add_row("driver", found.driver or "none loaded", "")
+    console.print(software)
+    for gpu in found.gpus:
+        physical = "" if gpu.physical is None else f" (physical {gpu.physical})"
+        click.echo(
+            f"GPU {gpu.index}{physical}: {gpu.name}, {gpu.arch}, {gpu.num_compute_units} SMs or CUs, "
+            f"{_human(gpu.free_bytes)} of {_human(gpu.total_bytes)} free, PCI {gpu.pci_address or '?'}, "
+            f"NUMA node {'?' if gpu.numa_node is None else gpu.numa_node}"
+        )
+    if not found.gpus:
+        click.echo("GPUs: none visible")
+    if len(found.numa_nodes) > 1:
+        click.echo(
+            f"NUMA nodes: {len(found.numa_nodes)}; this process may run on {', '.join(map(str, found.cpu_nodes))}"
+        )
+    for site in found.sites:
+        answers = _table(f"site {site.site}", "can serve", "why not")
+        for kind, verdicts in (("backend", site.backends), ("fallback", site.fallbacks)):
+            for verdict in verdicts:
+                chosen = " (chosen)" if kind == "backend" and verdict.name == found.backend else ""
+                can_serve = "no" if verdict.reasons else "yes"
+                answers.add_row(f"{kind} {verdict.name}{chosen}", can_serve, "\n".join(verdict.reasons))
+        console.print(answers)
+        if site.worst_case_bytes is not None:
+            click.echo(
+                f"site {site.site} alone: worst case {_exact(site.worst_case_bytes)}, "
+                f"smallest budget {_exact(site.min_budget_bytes)}"
+            )
+    click.echo(f"device: {found.device or 'refused'}, backend: {found.backend or 'none'}")
+    if found.worst_case_bytes is not None:
+        click.echo(
+            f"all sites that it serves: worst case {_exact(found.worst_case_bytes)}, "
+            f"smallest budget {_exact(found.min_budget_bytes)}"
+        )
+    for label, lines in (("note", found.notes), ("wrong", found.wrong), ("cannot work", found.refused)):
+        for line in lines:
+            click.echo(f"{label}: {line}")
+
+
+def _console() -> Console:
+    return Console(markup=False, highlight=False)
+
+
+def _table(*headings: str) -> Table:
+    table = Table()
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    return table
+
+
+def _human(num_bytes: int | None) -> str:
+    if num_bytes is None:
+        return "?"
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+def _exact(num_bytes: int | None) -> str:
+    return "?" if num_bytes is None else f"{num_bytes:,} bytes ({_human(num_bytes)})"
+
+
+@planlife.command("estimate")
+@_sites_option
+@click.option(
+    "--backend", type=click.Choice(BACKENDS), default="torch", show_default=True, help="Whose tables and scratch."
+)
+@click.option(
+    "--num-cu",
+    "num_compute_units",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    metavar="N",
+    help="SMs or CUs of the device meant, such as 132 of an H200 or 304 of an MI300X; 256 is the CPU device's setting.",
+)
+@_ubatches_option
+@_json_option
+def estimate_bytes(sites_path: str | None, backend: str, num_compute_units: int, ubatches: int, as_json: bool) -> None:
+    """How many bytes plans and scratch take at most: to be known before a KV pool is sized."""
+    from .estimate import estimate
+    from .sites import DEFAULT_SITES, read_sites
+
+    sites = DEFAULT_SITES if sites_path is None else read_sites(sites_path)
+    found = estimate(sites, ubatches=ubatches, backend=backend, num_compute_units=num_compute_units)
+    if as_json:
+        click.echo(found.to_json())
+        return
+    table = _table("what", "bytes of one ubatch")
+    for plan in found.classes:
+        table.add_row(f"plan {plan.site}/{plan.class_rows}", f"{plan.plan_bytes:,}")
+    for lane in found.lanes:
+        table.add_row(f"scratch of lane {lane.lane} ({', '.join(lane.sites)})", f"{lane.arena_bytes:,}")
+    table.columns[1].justify = "right"
+    _console().print(table)
+    click.echo(f"worst case of {found.ubatches} ubatch(es): {_exact(found.worst_case_bytes)}")
+    click.echo(f"smallest budget: {_exact(found.min_budget_bytes)}")
+    click.echo(f"backend {found.backend}, {found.num_compute_units} compute units")
 
 
 @planlife.group()
@@ -180,6 +394,62 @@ def host(num_batches: int, calls_per_batch: int) -> None:
         "a method that does nothing with as many arguments, timed in turn with the call; its median. "
         "Ratio: of the two medians."
     )
+
+
+@bench.command()
+@click.option("--backend", default="auto", show_default=True, help="auto, torch, triton or aiter.")
+@click.option("--device", default="cpu", show_default=True, help="As torch writes it, such as cuda:0.")
+@click.option("--splits/--no-splits", "with_splits", default=True, help="Whether to measure the numbers of splits too.")
+@click.option("--json", "as_json", is_flag=True, help="Everything as JSON, with every refused case and its reason.")
+@click.pass_context
+def precision(ctx: click.Context, backend: str, device: str, with_splits: bool, as_json: bool) -> None:
+    """How far each kind of decode is from the exact answer, by its worst output row.
+
+    Exit status: 0 all rows within 1e-2, 1 otherwise, 2 bad input.
+    """
+    from .precision import measure_precision, rounded_up
+
+    terminal = Console(stderr=True)
+    # A figure that is cut off for want of columns says nothing.
+    console = Console(markup=False, highlight=False, width=max(terminal.width, _PRECISION_COLUMNS))
+    with progress_bar(terminal) as bar:
+        task = bar.add_task("starting", total=None)
+        report = measure_precision(
+            backend=backend,
+            device=device,
+            with_splits=with_splits,
+            progress=lambda done, total, text: bar.update(task, completed=done, total=total, description=text[:60]),
+        )
+    if as_json:
+        click.echo(json.dumps(report.to_dict(), indent=2))
+        ctx.exit(0 if report.ok else 1)
+    table = Table(box=MARKDOWN)
+    for heading in ("query", "cache", "scales"):
+        table.add_column(heading)
+    for heading in ("cases", "rows", "worst error", "of it rounding"):
+        table.add_column(heading, justify="right")
+    for figure in report.figures:
+        error, rounding = rounded_up(figure.worst_error), rounded_up(figure.rounding)
+        counts = (str(figure.num_cases), str(figure.num_rows))
+        table.add_row(figure.q_dtype, figure.kv_dtype, figure.scales, *counts, error, f"<= {rounding}")
+    console.print(table)
+    if report.splits:
+        table = Table(box=MARKDOWN)
+        for heading in ("query", "cache", "scales", "logits"):
+            table.add_column(heading)
+        for heading in ("cap", "most splits", "worst error", "1 x / 2 x CU, row", "number"):
+            table.add_column(heading, justify="right")
+        for split in report.splits:
+            table.add_row(
+                *(split.q_dtype, split.kv_dtype, split.scales, "peaked" if split.is_peaked else "flat"),
+                *(str(split.max_partitions), str(split.most_splits), rounded_up(split.worst_error)),
+                *(rounded_up(split.relative_difference), rounded_up(split.largest_difference)),
+            )
+        console.print(table)
+    console.print(f"{report.backend} on {report.device}; {len(report.refused)} cases refused.")
+    if not report.ok:
+        console.print("NOT OK: a row is off by more than 1e-2, or nothing could be measured.")
+        ctx.exit(1)
 
 
 for command in (sim_commands.simulate, sim_commands.fit_ladder, sim_commands.report):

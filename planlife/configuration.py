@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
 from .backends.base import Backend, require_backend
@@ -14,6 +15,9 @@ from .spec import PlanSpec
 
 FallbackFn = Callable[..., Any]
 
+#: Names of backends, in the order in which "auto" prefers them; names of fallbacks.
+BACKENDS = ("aiter", "triton", "torch")
+FALLBACKS = ("triton", "torch")
 #: What sites that share plans have in common: tables and what may be written into them depend on nothing else.
 _SHARED_FIELDS = ("num_kv_heads", "max_context_tokens", "sliding_window", "shared_lengths")
 #: Numbers that a site takes over from the one whose plans it uses.
@@ -126,18 +130,76 @@ def resolve_device(device: Any) -> Device:
     return torch_device.resolve_device(device)
 
 
-def resolve_backend(backend: str | Backend) -> Backend:
-    """A Backend, or the one of that name; BackendUnavailableError for those that are not here, else ConfigError."""
-    if isinstance(backend, str):
-        if backend in ("triton", "aiter"):
-            raise BackendUnavailableError(
-                f"backend={backend!r} is not part of this release; pass backend='torch' (or 'auto') and device='cpu'."
-            )
-        check_choice("backend", backend, ("auto", "aiter", "triton", "torch"))
-        from .backends.torch_backend import TorchBackend
+def absence_reasons(name: str) -> Sequence[str]:
+    """Why the backend of that name is not here at all, whatever the site; empty = it is. ConfigError for no name."""
+    check_choice("backend", name, BACKENDS)
+    if name == "torch":
+        return ()
+    return (f"backend={name!r} is not part of this release; pass backend='torch' (or 'auto') and device='cpu'",)
 
-        return TorchBackend()
-    return require_backend(backend)
+
+def backend_reasons(name: str, spec: PlanSpec, device: Device) -> Sequence[str]:
+    """Everything against the backend of that name for `spec` on `device`; empty = it can serve it."""
+    return absence_reasons(name) or _make_backend(name).refuse_spec(spec, device)
+
+
+def auto_backend(specs: Mapping[str, PlanSpec], device: Device) -> str:
+    """What "auto" means: on a CPU torch, else the first of BACKENDS that can serve every site, else torch."""
+    if device.name == "cpu":
+        return "torch"
+    able = (name for name in BACKENDS if not any(backend_reasons(name, spec, device) for spec in specs.values()))
+    return next(able, "torch")
+
+
+def _make_backend(name: str) -> Backend:
+    """The backend of a name without absence_reasons."""
+    from .backends.torch_backend import TorchBackend
+
+    return TorchBackend()
+
+
+def resolve_backend(
+    backend: str | Backend, specs: Mapping[str, PlanSpec] | None = None, device: Device | None = None
+) -> Backend:
+    """A Backend, or the one of that name; "auto" for these sites on this device, without a device torch.
+
+    Raises BackendUnavailableError for those that are not here, else ConfigError.
+    """
+    if not isinstance(backend, str):
+        return require_backend(backend)
+    check_choice("backend", backend, ("auto", *BACKENDS))
+    if backend == "auto":
+        backend = "torch" if specs is None or device is None else auto_backend(specs, device)
+    if absence := absence_reasons(backend):
+        raise BackendUnavailableError("; ".join(absence) + ".")
+    return _make_backend(backend)
+
+
+def fallback_absence_reasons(name: str) -> Sequence[str]:
+    """Why the fallback of that name is not here at all, whatever the site; empty = it is. ConfigError for no name."""
+    check_choice("fallback", name, FALLBACKS)
+    if name == "torch":
+        return ()
+    return (f"fallback={name!r} is not part of this release; pass 'torch' or a callable",)
+
+
+def fallback_reasons(name: str, spec: PlanSpec, device: Device) -> Sequence[str]:
+    """Everything against the fallback of that name for `spec` on `device`; empty = it can serve it."""
+    one_task_each = replace(spec, max_partitions=None)  # a cap is not for what makes one task of each row
+    return fallback_absence_reasons(name) or _make_backend(name).refuse_spec(one_task_each, device)
+
+
+def takes_lse(fallback: FallbackFn) -> bool:
+    """Whether a fallback can be asked for the log-sum-exps. One whose signature cannot be read cannot."""
+    try:
+        parameters = signature(fallback).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return any(
+        one.kind is Parameter.VAR_KEYWORD
+        or (one.name == "lse" and one.kind in (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD))
+        for one in parameters
+    )
 
 
 def resolve_fallback(
@@ -149,16 +211,17 @@ def resolve_fallback(
     """
     if fallback is None or callable(fallback):
         return fallback
-    if fallback == "triton":
-        raise BackendUnavailableError("fallback='triton' is not part of this release; pass 'torch' or a callable.")
-    if fallback != "torch":
+    if fallback not in FALLBACKS:
         raise ConfigError(f"fallback must be None, 'triton', 'torch' or a callable, got {fallback!r}.")
-    from .backends.torch_backend import TorchBackend, dense_fallback
-
+    if absence := fallback_absence_reasons(fallback):
+        raise BackendUnavailableError("; ".join(absence) + ".")
     for site, spec in specs.items():
-        reasons = TorchBackend().refuse_spec(replace(spec, max_partitions=None), device)  # it makes one of each row
+        reasons = fallback_reasons(fallback, spec, device)
         if reasons:
             raise ConfigError(
-                f"fallback='torch' cannot serve site {site!r}: {'; '.join(reasons)}. Pass a callable that can, or None."
+                f"fallback={fallback!r} cannot serve site {site!r}: {'; '.join(reasons)}. Pass a callable that can, "
+                "or None."
             )
+    from .backends.torch_backend import dense_fallback
+
     return dense_fallback

@@ -45,3 +45,8 @@ class ClosedError(PlanlifeError, RuntimeError):
 
 class BackendUnavailableError(PlanlifeError, ImportError):
     """A backend or device was asked for by name and cannot be used here."""
+
+
+def shown(value: object) -> str:
+    """A value as a message names it; a tensor by its device, because printing it would read it back."""
+    return f"a tensor on {value.device}" if hasattr(value, "device") else f"{value!r} ({type(value).__name__})"

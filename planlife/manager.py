@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from .configuration import (
     resolve_device,
     resolve_fallback,
     settle_specs,
+    takes_lse,
 )
 from .device import Device, Graph
 from .errors import (
@@ -33,6 +35,7 @@ from .errors import (
 from .events import Announcer, Event, logger
 from .graph_book import GraphBook
 from .graph_record import GraphRecord, Read
+from .hint import tell_once_what_off_costs
 from .item import State
 from .ladder import CapacityLadder
 from .plan import Arena, Mark, OffPlan, Pair, Plan, Segment, StepPlan, Tables, describe_owner
@@ -41,6 +44,7 @@ from .residency import NoRoomError, Residency
 from .sizing import Sizing
 from .slot import Answers, Slot, Why
 from .spec import PlanSpec, Step, check_int
+from .unserved import UNSERVED, refuse_unserved
 
 _Error = TypeVar("_Error", bound=PlanlifeError)
 
@@ -83,7 +87,8 @@ class PlanManager:
     ubatches: micro-batches that may be in flight together. budget_bytes: None = worst_case_bytes().
     enabled: False makes every plan_for the fallback and allocates nothing. fallback: "triton", "torch" or a callable
     (output, query, key_cache, value_cache, block_tables, context_lens, softmax_scale, *, spec, key_scale, value_scale,
-    sinks). on_miss: what a class that was never minted does outside a capture phase: "fallback", "raise" or "mint".
+    sinks), which also gets lse= where a call asks for it, and then writes all of it. on_miss: what a class that was
+    never minted does outside a capture phase: "fallback", "raise" or "mint".
     sanitize: "off", "count" or "raise": compare the tables with the lengths at every decode, also inside graphs.
 
     Raises ConfigError where the configuration can never work (BudgetTooSmallError, which is a BudgetError too, for a
@@ -114,8 +119,9 @@ class PlanManager:
         if type(enabled) is not bool:
             raise ConfigError(f"enabled must be a bool, got {enabled!r}.")
         self._device: Device = resolve_device(device)
-        self._backend: Backend = resolve_backend(backend)
+        self._backend: Backend = resolve_backend(backend, specs, self._device)
         self._fallback: FallbackFn | None = resolve_fallback(fallback, specs, self._device)
+        self._fallback_takes_lse = self._fallback is not None and takes_lse(self._fallback)
         self._enabled = enabled
         self._on_miss = on_miss
         self._sanitize = sanitize
@@ -150,6 +156,8 @@ class PlanManager:
             always_read=[] if self._flags is None else [self._flags],
         )
         self._released = self._graphs.gone
+        if not enabled:
+            tell_once_what_off_costs(specs, ladders, self._backend, self._device)
 
     def _check_budget(self, budget_bytes: int | None) -> int:
         if not self._enabled:
@@ -383,6 +391,8 @@ class PlanManager:
         key_scale: Any = None,
         value_scale: Any = None,
         sinks: Any = None,
+        lse: Any = None,
+        **unserved: Any,
     ) -> Any:
         """Paged decode of one layer by a step's plan.
 
@@ -392,7 +402,10 @@ class PlanManager:
         pages may be anything. softmax_scale: finite, positive. key_scale, value_scale: FP8 caches only; a
         number, float32[1] or [], or per_token float32[pages, num_kv_heads, page_size] or [..., 1], which may hold
         anything where no row's token is. sinks: float[num_q_heads], a logit per head that every query token sees, with
-        value 0.
+        value 0. lse: float32[R * query_length, num_q_heads], contiguous, or None: filled with the natural log of the
+        softmax's denominator over the scaled logits that each query token attended, the sink's among them, for
+        `planlife.merge`, of whose two partials one may carry the sinks; -inf where nothing was attended. unserved:
+        names of `planlife.unserved.UNSERVED`, which engines may pass through: other than neutral values are refused.
         Returns output.
 
         Raises ConfigError for tensors that are not the site's, StalePlanError if the lengths that were planned are
@@ -409,9 +422,12 @@ class PlanManager:
             raise self._refuse(
                 RouteError(f"{plan!r} was made by another PlanManager; decode with the one that planned it.")
             )
+        if unserved:
+            self._refuse_unserved(slot.spec, unserved)
         # The arguments are spelled out twice: passing them on as a tuple costs a layer 0.2 us more.
         if item is None:
-            call = (output, query, key_cache, value_cache, block_tables, softmax_scale, key_scale, value_scale, sinks)
+            extras = (softmax_scale, key_scale, value_scale, sinks, lse)
+            call = (output, query, key_cache, value_cache, block_tables, *extras)
             try:
                 self._decode_other(plan, call)
             finally:
@@ -419,7 +435,7 @@ class PlanManager:
             return output
         slot.checker.check(
             plan.rows, item.class_rows, output, query, key_cache, value_cache, block_tables, softmax_scale,
-            key_scale, value_scale, sinks,
+            key_scale, value_scale, sinks, lse,
         )  # fmt: skip
         try:
             with item.lock:
@@ -441,16 +457,23 @@ class PlanManager:
                 if len(segments) == 1:
                     self._backend.decode(
                         segments[0].native, scratch, output, query, key_cache, value_cache, block_tables, softmax_scale,
-                        key_scale, value_scale, sinks,
+                        key_scale, value_scale, sinks, lse,
                     )  # fmt: skip
                 else:
-                    extras = (softmax_scale, key_scale, value_scale, sinks)
+                    extras = (softmax_scale, key_scale, value_scale, sinks, lse)
                     call = (output, query, key_cache, value_cache, block_tables, *extras)
                     self._decode_segments(slot.spec.query_length, segments, scratch, call)
         finally:
             if self._events:
                 self._announcer.deliver()
         return output
+
+    @staticmethod
+    def _refuse_unserved(spec: PlanSpec, unserved: dict[str, Any]) -> None:
+        for name in unserved:
+            if name not in UNSERVED:
+                raise TypeError(f"PlanManager.pa_decode() got an unexpected keyword argument {name!r}")
+        refuse_unserved(unserved, spec)
 
     def _plan_for(self, step: Step) -> StepPlan:
         self._enter("plan_for")
@@ -750,13 +773,14 @@ class PlanManager:
         self, query_length: int, segments: tuple[Segment, ...], scratch: Any, call: tuple[Any, ...]
     ) -> None:
         """One call per table set, each over its rows; they are serial and share the scratch."""
-        output, query, key_cache, value_cache, block_tables, *extras = call
+        output, query, key_cache, value_cache, block_tables, *extras, lse = call
         for first_row, end_row, native in segments:
             first, end = first_row * query_length, end_row * query_length
             chunk = output[first:end]
             if chunk.shape[0]:
                 tables = block_tables[first_row:end_row]
-                self._backend.decode(native, scratch, chunk, query[first:end], key_cache, value_cache, tables, *extras)
+                rest = (*extras, None if lse is None else lse[first:end])
+                self._backend.decode(native, scratch, chunk, query[first:end], key_cache, value_cache, tables, *rest)
 
     def _decode_other(self, plan: StepPlan | OffPlan, call: tuple[Any, ...]) -> None:
         """Dummies, the fallback, and more rows than the ladder has."""
@@ -768,8 +792,12 @@ class PlanManager:
                 raise self._announcer.refuse(
                     RouteError("a dummy step was decoded while recording: a graph would freeze its zeros.")
                 )
-            slot.checker.check_output(call[0])
-            call[0].zero_()
+            output, *_, lse = call
+            slot.checker.check_output(output)
+            if lse is not None:
+                slot.checker.check_lse(lse, output.shape[0])
+                lse.fill_(-math.inf)
+            output.zero_()
             return
         if plan.route == "fallback" and self._fallback is None:
             raise self._announcer.refuse(
@@ -781,6 +809,14 @@ class PlanManager:
         rows, address, version = self._device.inspect_lens(plan.context_lens)
         ladder = slot.ladder
         slot.checker.check(rows, ladder.class_for(rows) if 0 < rows <= ladder.max_rows else rows, *call)
+        if plan.route == "fallback" and call[-1] is not None and not self._fallback_takes_lse:
+            name = getattr(self._fallback, "__qualname__", self._fallback)
+            raise self._announcer.refuse(
+                RouteError(
+                    f"site {slot.site!r}: this call asks for lse and goes to the fallback {name!r}, which does not "
+                    "take it. Give it a keyword argument lse, which it writes whole, or pass fallback='torch'."
+                )
+            )
         if plan.parts:
             if capture_id and not plan.captured:
                 raise self._announcer.refuse(
@@ -802,8 +838,14 @@ class PlanManager:
 
     def _decode_by_fallback(self, spec: PlanSpec, rows: int, context_lens: Any, call: tuple[Any, ...]) -> None:
         assert self._fallback is not None
-        output, query, key_cache, value_cache, block_tables, softmax_scale, key_scale, value_scale, sinks = call
+        output, query, key_cache, value_cache, block_tables, softmax_scale, key_scale, value_scale, sinks, lse = call
         end = rows * spec.query_length
+        asked = {}
+        if lse is not None:
+            # One that swallows it in its **keywords must not leave an earlier call's numbers behind.
+            lse[:end].fill_(math.nan)
+            lse[end:].fill_(-math.inf)
+            asked["lse"] = lse[:end]
         if rows:
             self._fallback(
                 output[:end],
@@ -817,19 +859,23 @@ class PlanManager:
                 key_scale=key_scale,
                 value_scale=value_scale,
                 sinks=sinks,
+                **asked,
             )
         if output.shape[0] > end:
             output[end:].zero_()
 
     def _decode_parts(self, query_length: int, parts: tuple[StepPlan, ...], call: tuple[Any, ...]) -> None:
         """Chunks of the top class, one after another through its one table set: each is refreshed as it decodes."""
-        output, query, key_cache, value_cache, block_tables, *extras = call
+        output, query, key_cache, value_cache, block_tables, *extras, lse = call
         end_row = 0
         for part in parts:
             first_row, end_row = end_row, end_row + part.rows
             first, end = first_row * query_length, end_row * query_length
             tables_of_part = block_tables[first_row:end_row]
-            part_call = (output[first:end], query[first:end], key_cache, value_cache, tables_of_part, *extras)
+            lse_of_part = None if lse is None else lse[first:end]
+            part_call = (
+                output[first:end], query[first:end], key_cache, value_cache, tables_of_part, *extras, lse_of_part,
+            )  # fmt: skip
             item = part.item
             assert item is not None
             with item.lock:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any
 
 from .errors import ConfigError
+from .unserved import is_several, refuse_unserved
 
 #: Bytes per element of the dtypes that queries and KV caches may have.
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e4m3fnuz": 1}
@@ -54,6 +55,9 @@ class PlanSpec:
         max_partitions and workgroup_budget are that site's. They take turns on one set of tables, which a refresh for
         either overwrites: sites that can be in flight together must not share plans, whatever their lanes. A lane of
         its own gives a site separate scratch.
+    logits_soft_cap, alibi_slopes, value_head_dim, causal, attn_type: what no backend serves, named as engines do, so
+        that their attributes can be passed straight through. Neutral values (None, 0, value_head_dim == head_dim,
+        causal=True, attn_type="decoder") pass and are not kept; others are refused with the reason.
 
     Raises ConfigError. Capture: n/a. Syncs: no. Allocates: no.
     """
@@ -75,8 +79,24 @@ class PlanSpec:
     shared_lengths: bool = True
     lane: str = "main"
     plan_of: str | None = None
+    logits_soft_cap: InitVar[Any] = None
+    alibi_slopes: InitVar[Any] = None
+    value_head_dim: InitVar[Any] = None
+    causal: InitVar[Any] = None
+    attn_type: InitVar[Any] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(
+        self, logits_soft_cap: Any, alibi_slopes: Any, value_head_dim: Any, causal: Any, attn_type: Any
+    ) -> None:
+        given = {
+            "logits_soft_cap": logits_soft_cap,
+            "alibi_slopes": alibi_slopes,
+            "value_head_dim": value_head_dim,
+            "causal": causal,
+            "attn_type": attn_type,
+            "query_length": self.query_length if is_several(self.query_length) else None,
+        }
+        refuse_unserved(given, self)
         object.__setattr__(self, "q_dtype", dtype_name(self.q_dtype))
         object.__setattr__(self, "kv_dtype", dtype_name(self.kv_dtype))
         for name in ("num_q_heads", "num_kv_heads", "head_dim", "page_size", "query_length"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -11,9 +13,11 @@ import pytest
 from click.testing import CliRunner
 
 import planlife.demo
+from planlife import PlanManager, doctor
 from planlife.commands import byte_count
 from planlife.commands import planlife as command
 from planlife.errors import BudgetError, ConfigError
+from planlife.sites import DEFAULT_SITES, read_sites
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -79,10 +83,31 @@ def test_options_reach_the_demo_and_the_rest_keeps_its_defaults(run_with):
     result, (config,) = run_with(
         *("demo", "--style", "in-graph", "--trace", "requests.csv", "--steps", "7"),
         *("--seed", "3", "--layers", "4", "--budget", "3MiB"),
+        *("--kv", "fp8", "--scales", "per_token", "--layout", "packed", "--mtp", "5", "--window", "1024"),
     )
     assert result.exit_code == 0
     assert config == planlife.demo.DemoConfig(
-        style="in-graph", trace_path="requests.csv", max_steps=7, seed=3, num_layers=4, budget_bytes=3 << 20
+        style="in-graph",
+        trace_path="requests.csv",
+        max_steps=7,
+        seed=3,
+        num_layers=4,
+        kv="fp8",
+        scales="per_token",
+        layout="packed",
+        mtp=5,
+        window=1024,
+        budget_bytes=3 << 20,
+    )
+
+
+def test_scales_for_a_cache_that_has_none_are_refused_by_option_value_and_way_out(run_with):
+    result, configs = run_with("demo", "--kv", "fp16", "--scales", "per_tensor")
+    assert result.exit_code == 2
+    assert configs == []
+    assert result.stderr == (
+        "planlife: --scales='per_tensor' does not go with --kv='fp16': only FP8 caches have scales. "
+        "Leave --scales out, or pass --kv='fp8'.\n"
     )
 
 
@@ -123,7 +148,11 @@ def test_a_bug_keeps_its_traceback(run_with):
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--steps", "0"), ("--layers", "-1"), ("--budget", "0"), ("--style", "x"), ("--seed", "y")]
+    "arguments",
+    [
+        *(("--steps", "0"), ("--layers", "-1"), ("--budget", "0"), ("--style", "x"), ("--seed", "y")),
+        *(("--kv", "int4"), ("--scales", "none"), ("--layout", "x"), ("--mtp", "0"), ("--mtp", "8"), ("--window", "0")),
+    ],
 )
 def test_bad_options_exit_with_2_before_anything_runs(run_with, arguments):
     result, configs = run_with("demo", *arguments)
@@ -169,3 +198,102 @@ def test_a_full_disk_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(command, ["bench", "host"])
     assert result.exit_code == 1
     assert result.stderr == "planlife: [Errno 28] No space left on device\n"
+
+
+SITE = {"num_q_heads": 8, "num_kv_heads": 1, "head_dim": 128, "page_size": 16, "max_context_tokens": 4096}
+
+
+@pytest.fixture
+def sites_file(tmp_path):
+    path = tmp_path / "sites.json"
+    path.write_text(json.dumps({"dense": {**SITE, "ladder": [1, 8]}, "draft": {**SITE, "lane": "b", "ladder": [2]}}))
+    return str(path)
+
+
+def test_doctor_prints_what_it_found_and_exits_with_0(sites_file):
+    result = CliRunner().invoke(command, ["doctor", "--device", "cpu", "--sites", sites_file])
+    assert result.exit_code == 0, result.output
+    for part in ("planlife", "torch", "site dense", "site draft", "backend torch (chosen)", "not part of this"):
+        assert part in result.output
+    assert "device: cpu, backend: torch" in result.output
+
+
+def test_doctor_exits_with_1_where_what_was_asked_for_cannot_work(sites_file):
+    arguments = ["doctor", "--device", "cpu", "--sites", sites_file, "--backend"]
+    result = CliRunner().invoke(command, [*arguments, "aiter"])
+    assert result.exit_code == 1
+    assert result.output.count("cannot work: site d") == 2
+    assert CliRunner().invoke(command, [*arguments, "torch"]).exit_code == 0
+
+
+def test_doctor_and_estimate_print_one_json_object_where_that_is_wanted(sites_file):
+    result = CliRunner().invoke(command, ["doctor", "--device", "cpu", "--sites", sites_file, "--json"])
+    found = json.loads(result.output)
+    assert [site["site"] for site in found["sites"]] == ["dense", "draft"]
+    result = CliRunner().invoke(command, ["estimate", "--sites", sites_file, "--json"])
+    estimated = json.loads(result.output)
+    assert estimated["worst_case_bytes"] == found["worst_case_bytes"]
+    assert estimated["min_budget_bytes"] == found["min_budget_bytes"]
+
+
+def test_doctor_prints_gpus_nodes_and_lines_whole_whatever_the_width(monkeypatch):
+    found = doctor.diagnose(DEFAULT_SITES, device="cpu")
+    gpu = doctor.Gpu(0, "5", "AMD Instinct MI300X", "gfx942", 304, 192 << 30, None, "0000:05:00.0", None)
+    wrong = "word " * 40 + "[end]"
+    found = replace(found, gpus=(gpu,), numa_nodes=(0, 1), cpu_nodes=(1,), wrong=(wrong,))
+    monkeypatch.setattr(doctor, "diagnose", lambda *arguments, **keywords: found)
+    output = CliRunner().invoke(command, ["doctor"], terminal_width=80).output
+    assert f"wrong: {wrong}\n" in output
+    assert (
+        "GPU 0 (physical 5): AMD Instinct MI300X, gfx942, 304 SMs or CUs, ? of 192.0 GiB free, PCI 0000:05:00.0, "
+        "NUMA node ?\n" in output
+    )
+    assert "NUMA nodes: 2; this process may run on 1" in output
+
+
+def test_estimate_is_the_managers_worst_case_with_its_parts(sites_file):
+    sites = read_sites(sites_file)
+    arguments = ["estimate", "--sites", sites_file, "--num-cu", "132", "--ubatches", "2"]
+    found = json.loads(CliRunner().invoke(command, [*arguments, "--json"]).output)
+    worst_case = PlanManager.estimate_bytes(sites.specs, ladder=sites.ladders, ubatches=2, num_compute_units=132)
+    assert found["worst_case_bytes"] == worst_case
+    parts = [one["plan_bytes"] for one in found["classes"]] + [one["arena_bytes"] for one in found["lanes"]]
+    assert 2 * sum(parts) == worst_case
+    assert [(one["site"], one["class_rows"]) for one in found["classes"]] == [("dense", 1), ("dense", 8), ("draft", 2)]
+    assert [(one["lane"], one["sites"]) for one in found["lanes"]] == [("main", ["dense"]), ("b", ["draft"])]
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 0
+    assert f"{worst_case:,} bytes" in result.output and "plan dense/8" in result.output
+
+
+@pytest.mark.parametrize("name", ["doctor", "estimate"])
+def test_a_bad_sites_file_exits_with_2_and_one_line_that_names_it(name, tmp_path):
+    path = tmp_path / "sites.json"
+    for content, part in (
+        ('{"a": {"head_dims": 8}}', "did you mean 'head_dim'?"),
+        ("{", "line 1"),
+        (None, "cannot be"),
+    ):
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_text(content)
+        result = CliRunner().invoke(command, [name, "--sites", str(path)])
+        assert result.exit_code == 2
+        assert result.stderr.count("\n") == 1 and str(path) in result.stderr and part in result.stderr
+        assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(("doctor", "--backend", "x"), ("doctor", "--fallback", "aiter"), ("doctor", "--ubatches", "0")),
+        *(("estimate", "--num-cu", "0"), ("estimate", "--backend", "auto")),
+    ],
+)
+def test_bad_options_of_doctor_and_estimate_exit_with_2(arguments):
+    assert CliRunner().invoke(command, arguments).exit_code == 2
+
+
+def test_estimate_for_a_backend_that_is_not_here_exits_with_1():
+    result = CliRunner().invoke(command, ["estimate", "--backend", "triton"])
+    assert result.exit_code == 1 and "not part of this release" in result.stderr

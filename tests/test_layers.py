@@ -15,19 +15,33 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 #: Low to high: a module imports from its own layer and from those before it. "kernels" is the whole folder.
 LAYERS = (
-    ("errors", "spec", "device"),
+    ("errors", "spec", "unserved", "device"),
     ("planner", "ladder", "ledger", "store", "report", "events", "item"),
     ("plan", "call_check", "graph_record", "sizing", "residency", "backends.base"),
-    ("slot", "graph_book", "configuration"),
+    ("slot", "graph_book", "configuration", "merge", "hint"),
     ("manager",),
     ("emulated_graph", "torch_device", "kernels", "backends"),
-    ("trace_file", "trace", "step_log", "recorder", "testing", "demo", "bench", "sim"),
+    (
+        "trace_file",
+        "trace",
+        "step_log",
+        "recorder",
+        "testing",
+        "demo",
+        "bench",
+        "sites",
+        "estimate",
+        "visibility",
+        "doctor",
+        "precision",
+        "sim",
+    ),
     ("options", "sim_commands", "commands", "cli", "__main__"),
 )
 CORE = {module for layer in LAYERS[:5] for module in layer}
 
-#: Device and backend are picked by name, when a manager is made.
-LAZY_UPWARDS = {"configuration": ("torch_device", "backends")}
+#: Device and backend are picked by name, when a manager is made; tensor ops are loaded by the first merge.
+LAZY_UPWARDS = {"configuration": ("torch_device", "backends"), "merge": ("kernels",)}
 
 OUTSIDE_THE_CORE = {"torch", "triton", "aiter", "flydsl", "numpy", "click", "rich"}
 

@@ -78,10 +78,14 @@ class Backend(Protocol):
         key_scale: Any,
         value_scale: Any,
         sinks: Any,
+        lse: Any,
     ) -> None:
         """Decode query [R * query_length, q_heads, D], R <= plan rows, into `output` of the same shape by the tasks
         in `tables`, with partials in `scratch` (uint8[>= scratch_bytes], the lane's arena). Rows without tasks get
-        exact zeros and none of their block table entries is used as an index."""
+        exact zeros and none of their block table entries is used as an index.
+
+        lse: None, or float32[R * query_length, q_heads], contiguous, to be written whole: the natural log-sum-exp of
+        the scaled logits that each query token attended, the sink's among them; -inf where it attended nothing."""
         ...
 
     def sanitize(self, tables: NativePlan, context_lens: Any, num_rows: int, flags: Any, max_tokens: int) -> None:

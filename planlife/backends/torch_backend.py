@@ -132,6 +132,7 @@ class TorchBackend:
         key_scale: Any,
         value_scale: Any,
         sinks: Any,
+        lse: Any,
     ) -> None:
         spec = tables.spec
         for what, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
@@ -152,6 +153,7 @@ class TorchBackend:
             key_scale=_on_host_as_float(key_scale),
             value_scale=_on_host_as_float(value_scale),
             sinks=sinks,
+            lse=lse,
         )
 
     def sanitize(
@@ -187,10 +189,12 @@ def dense_fallback(
     key_scale: Any,
     value_scale: Any,
     sinks: Any,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """The "torch" fallback: the same decode with one task per row, planned on the fly.
 
-    context_lens: int32[rows]; the other tensors as for `PlanManager.pa_decode`. Query rows behind are zeroed.
+    context_lens: int32[rows]; the other tensors as for `PlanManager.pa_decode`. Query rows behind are zeroed, and their
+        lse is -inf.
 
     Raises ConfigError. Capture: yes. Syncs: no. Allocates: tables and scratch, for the call only (R26).
     """
@@ -222,5 +226,8 @@ def dense_fallback(
             key_scale,
             value_scale,
             sinks,
+            None if lse is None else lse[query_rows],
         )
     output[num_rows * length :].zero_()
+    if lse is not None:
+        lse[num_rows * length :].fill_(-torch.inf)

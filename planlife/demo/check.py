@@ -10,23 +10,32 @@ from collections.abc import Sequence
 
 import torch
 
-#: Largest relative error of a row's output, ||out - ref|| / ||ref||, that BF16 storage explains.
+#: Largest relative error of a row's output, ||out - ref|| / ||ref||, that an output of 16 bits explains.
 TOLERANCE = 1e-2
 
 
 class DenseCheck:
     """Keeps what was written, compares what came out.
 
-    Owns: key, value bfloat16[layers, cache rows, max context, kv_heads, D].
+    Owns: key, value dtype[layers, cache rows, max context, kv_heads, D], on the CPU.
     """
 
     def __init__(
-        self, *, num_layers: int, num_cache_rows: int, max_context_tokens: int, num_kv_heads: int, head_dim: int
+        self,
+        *,
+        num_layers: int,
+        num_cache_rows: int,
+        max_context_tokens: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         shape = (num_layers, num_cache_rows, max_context_tokens, num_kv_heads, head_dim)
-        self._key = torch.zeros(shape, dtype=torch.bfloat16)
-        self._value = torch.zeros(shape, dtype=torch.bfloat16)
+        self._key = torch.zeros(shape, dtype=dtype)
+        self._value = torch.zeros(shape, dtype=dtype)
         self.num_rows_compared = 0
+        #: Output rows that a window kept from seeing their whole context.
+        self.num_rows_cut = 0
         self.num_mismatches = 0
         self.first_mismatch = ""
         self.largest_error = 0.0
@@ -34,7 +43,8 @@ class DenseCheck:
     def record(
         self, layer: int, cache_rows: torch.Tensor, positions: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Note key, value bfloat16[tokens, kv_heads, D] of cache_rows, positions int64[tokens]."""
+        """Note key, value [tokens, kv_heads, D], what the stored numbers stand for, of cache_rows, positions
+        int64[tokens]."""
         self._key[layer, cache_rows, positions] = key
         self._value[layer, cache_rows, positions] = value
 
@@ -80,6 +90,7 @@ class DenseCheck:
         end = torch.tensor(context_lens)[:, None] - query_length + 1 + torch.arange(query_length)
         begin = end - window_tokens if window_tokens else torch.zeros_like(end)
         position = torch.arange(num_tokens)
+        self.num_rows_cut += int((begin > 0).sum())
         seen = (position >= begin[..., None]) & (position < end[..., None])  # [rows, query, context]
         seen = seen[:, None].repeat_interleave(num_heads // num_kv_heads, dim=2)
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)

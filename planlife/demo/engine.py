@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
 
@@ -15,24 +15,21 @@ from ..errors import BudgetError, ConfigError, MintError
 from ..ladder import CapacityLadder
 from ..manager import PlanManager
 from ..spec import PlanSpec
-from ..trace import read_trace
+from ..trace import Request, read_trace
 from .check import DenseCheck
 from .config import (
     CAPTURE_ROWS,
-    DRAFT_PASSES,
     HEAD_DIM,
     LADDER_ROWS,
-    MAX_CONTEXT_TOKENS,
-    MAX_PAGES_PER_ROW,
     MAX_ROWS,
     NUM_KV_HEADS,
     NUM_Q_HEADS,
     PAGE_SIZE,
-    VERIFY_TOKENS,
-    WINDOW_TOKENS,
+    SAMPLE_CONTEXT_TOKENS,
     DemoConfig,
 )
-from .model import Batch, KVPool, Metadata, StepBuffers, ToyModel, page_bytes
+from .kv_pool import KVPool, page_bytes
+from .model import Batch, Metadata, StepBuffers, ToyModel
 from .result import DemoResult, StepCounts
 from .scheduler import Running, Scheduler, TokenSource, arrivals_from_trace
 
@@ -46,7 +43,6 @@ _SITES_BY_KIND = {
     "verify": ("verify", "verify_window"),
     "draft": ("draft",),
 }
-_WINDOWS = {"dense": 0, "window": WINDOW_TOKENS, "verify": 0, "verify_window": WINDOW_TOKENS}
 
 
 def run_demo(config: DemoConfig, progress: Progress | None = None) -> DemoResult:
@@ -69,17 +65,12 @@ def run_demo(config: DemoConfig, progress: Progress | None = None) -> DemoResult
 def _run(config: DemoConfig, progress: Progress | None) -> DemoResult:
     report_progress = progress if progress is not None else lambda done, total, text: None
     started = time.perf_counter()
-    if config.trace_path is None:
-        with resources.as_file(resources.files(__package__) / "sample_trace.csv") as sample:
-            requests = read_trace(sample)
-    else:
-        requests = read_trace(config.trace_path)
-    arrivals, num_clipped = arrivals_from_trace(requests, config.max_steps)
+    arrivals, num_clipped = arrivals_from_trace(_read_requests(config), config)
 
     num_captures = sum(len(sizes) for sizes in CAPTURE_ROWS.values())
     total = num_captures + config.max_steps
     with PlanManager(
-        site_specs(),
+        site_specs(config),
         ladder=CapacityLadder(LADDER_ROWS),
         device=config.device,
         ubatches=_UBATCHES,
@@ -89,7 +80,7 @@ def _run(config: DemoConfig, progress: Progress | None) -> DemoResult:
         engine = Engine(config, manager)
         engine.capture_all(lambda done, text: report_progress(done, total, text))
         startup_seconds = time.perf_counter() - started
-        scheduler = Scheduler(arrivals, engine.pool, config.seed)
+        scheduler = Scheduler(arrivals, engine.pool, config)
         for step in range(config.max_steps):
             if not scheduler.has_work:
                 break
@@ -100,7 +91,7 @@ def _run(config: DemoConfig, progress: Progress | None) -> DemoResult:
         report_progress(total, total, "served")
         check = engine.check
         return DemoResult(
-            style=config.style,
+            config=config,
             counts=engine.counts,
             report=manager.report(),
             num_graphs=sum(len(captured.graphs) for captured in engine.graphs.values()),
@@ -110,6 +101,7 @@ def _run(config: DemoConfig, progress: Progress | None) -> DemoResult:
             num_clipped=num_clipped,
             kv_pool_bytes=engine.pool.num_bytes,
             num_rows_compared=check.num_rows_compared,
+            num_rows_cut=check.num_rows_cut,
             num_mismatches=check.num_mismatches,
             first_mismatch=check.first_mismatch,
             largest_error=check.largest_error,
@@ -118,7 +110,17 @@ def _run(config: DemoConfig, progress: Progress | None) -> DemoResult:
         )
 
 
-def site_specs() -> dict[str, PlanSpec]:
+def _read_requests(config: DemoConfig) -> list[Request]:
+    """The trace; the packaged one with prompts as much longer as the contexts are that it was not made for."""
+    if config.trace_path is not None:
+        return read_trace(config.trace_path)
+    with resources.as_file(resources.files(__package__) / "sample_trace.csv") as sample:
+        requests = read_trace(sample)
+    longer = config.max_context_tokens / SAMPLE_CONTEXT_TOKENS
+    return [replace(request, input_tokens=int(request.input_tokens * longer)) for request in requests]
+
+
+def site_specs(config: DemoConfig) -> dict[str, PlanSpec]:
     """The call sites of the toy engine. A windowed plan is bound to its query length, so verify has two."""
 
     def spec(*, query_length: int = 1, sliding_window: int = 0) -> PlanSpec:
@@ -127,7 +129,11 @@ def site_specs() -> dict[str, PlanSpec]:
             NUM_KV_HEADS,
             HEAD_DIM,
             PAGE_SIZE,
-            max_context_tokens=MAX_CONTEXT_TOKENS,
+            max_context_tokens=config.max_context_tokens,
+            q_dtype=config.q_dtype,
+            kv_dtype=config.kv_dtype,
+            kv_layout=config.layout,
+            scales=config.kv_scales,
             query_length=query_length,
             sliding_window=sliding_window,
             max_partitions=4,
@@ -136,9 +142,9 @@ def site_specs() -> dict[str, PlanSpec]:
 
     return {
         "dense": spec(),
-        "window": spec(sliding_window=WINDOW_TOKENS),
-        "verify": spec(query_length=VERIFY_TOKENS),
-        "verify_window": spec(query_length=VERIFY_TOKENS, sliding_window=WINDOW_TOKENS),
+        "window": spec(sliding_window=config.window),
+        "verify": spec(query_length=config.verify_tokens),
+        "verify_window": spec(query_length=config.verify_tokens, sliding_window=config.window),
         "draft": spec(),
     }
 
@@ -155,19 +161,22 @@ class Engine:
     """Owns: the KV pool, the graphs and their buffers. Borrows: the manager."""
 
     def __init__(self, config: DemoConfig, manager: PlanManager) -> None:
-        self._device = config.device
+        self._config = config
         self._plan_in_layers = config.style == "in-graph"
         self._manager = manager
+        self._specs = site_specs(config)
         self._num_layers = config.num_layers
         self.pool = _size_kv_pool(config, manager)
         self._model = ToyModel(manager, self.pool, num_layers=config.num_layers)
-        self._tokens = TokenSource(config.seed)
+        self._tokens = TokenSource(config)
         self.check = DenseCheck(
             num_layers=config.num_layers + 1,
             num_cache_rows=MAX_ROWS,
-            max_context_tokens=MAX_CONTEXT_TOKENS,
+            max_context_tokens=config.max_context_tokens,
             num_kv_heads=NUM_KV_HEADS,
             head_dim=HEAD_DIM,
+            # FP8 numbers times their scales need more bits than the cache has.
+            dtype=torch.float32 if config.kv == "fp8" else getattr(torch, config.kv_dtype),
         )
         self.counts = StepCounts()
         self.graphs: dict[GraphKey, Captured] = {}
@@ -234,13 +243,13 @@ class Engine:
         # A before-replay graph reads a plan for one step only, and each pass is a step of its own.
         return [
             (partial(metadata.build, number), partial(self._model.draft, metadata, number))
-            for number in range(DRAFT_PASSES)
+            for number in range(self._config.mtp)
         ]
 
     def _draft_loop(self, metadata: Metadata) -> None:
         """All draft passes in a row; fits into one graph where the layers plan."""
         (buffers,) = metadata.buffers
-        for number in range(DRAFT_PASSES):
+        for number in range(self._config.mtp):
             if number:
                 buffers.advance()
             metadata.build(number)
@@ -250,10 +259,10 @@ class Engine:
         row_counts = (rows // 2, rows - rows // 2) if kind == "ubatch" else (rows,)
         return tuple(
             StepBuffers(
+                self._config,
                 num_rows=count,
-                query_length=VERIFY_TOKENS if kind == "verify" else 1,
-                num_calls=DRAFT_PASSES if kind == "draft" else self._num_layers,
-                device=self._device,
+                query_length=self._config.verify_tokens if kind == "verify" else 1,
+                num_calls=self._config.mtp if kind == "draft" else self._num_layers,
             )
             for count in row_counts
         )
@@ -272,15 +281,18 @@ class Engine:
         where = f"step {step} {shape.kind}"
         if shape.kind == "dummy":
             return f"{where}, {self._serve_dummy(where, step, shape.may_replay)}"
-        query_length = VERIFY_TOKENS if shape.kind == "verify" else 1
+        query_length = self._config.verify_tokens if shape.kind == "verify" else 1
         running = scheduler.running
         for request in running:
             scheduler.grow(request, request.num_tokens + query_length)
-        batch = self._tokens.batch(running, num_calls=self._num_layers, query_length=query_length)
+        batch = self._tokens.batch(running, query_length=query_length)
         how = self._run_target(where, shape.kind, batch, shape.may_replay)
-        self.counts.tokens += scheduler.accept(query_length)
+        num_accepted = scheduler.accept(query_length)
+        self.counts.tokens += num_accepted
         if shape.kind == "verify":
             self.counts.verify += 1
+            self.counts.drafts_verified += self._config.mtp * len(running)
+            self.counts.drafts_accepted += num_accepted - len(running)
             self._serve_drafts(f"{where} draft", scheduler, shape.may_replay)
         self.counts.ubatch += shape.kind == "ubatch"
         scheduler.retire()
@@ -299,10 +311,12 @@ class Engine:
 
     def _write_context(self, layer: int, request: Running, begin: int) -> None:
         positions = torch.arange(begin, request.num_tokens)
-        _, key, value = self._tokens.draw(1, len(positions))
+        _, new = self._tokens.draw([layer], len(positions))
         slots = torch.tensor(request.pages)[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
-        self.pool.write(layer, *(tensor.to(self._device) for tensor in (slots, key[0], value[0])))
-        self.check.record(layer, torch.full_like(positions, request.cache_row), positions, key[0], value[0])
+        parts = (new.key, new.value, new.key_scale, new.value_scale)
+        on_device = [part[0].to(self._config.device) for part in parts if part is not None]
+        self.pool.write(layer, slots.to(self._config.device), *on_device)
+        self.check.record(layer, torch.full_like(positions, request.cache_row), positions, *new.meant(0))
 
     def _fitting(self, kind: str, rows: int) -> Captured | None:
         """The smallest captured size that holds `rows`."""
@@ -325,8 +339,9 @@ class Engine:
         for layer in range(self._num_layers):
             self._record(layer, layer, batch)
             site = metadata.sites[layer]
+            window_tokens = self._specs[site].sliding_window
             for ubatch, (buffer, part) in enumerate(zip(buffers, parts, strict=True)):
-                self._compare(f"{where} {site}/ub{ubatch}", layer, layer, buffer, part, _WINDOWS[site])
+                self._compare(f"{where} {site}/ub{ubatch}", layer, layer, buffer, part, window_tokens)
         return self._count_target(captured, metadata)
 
     def _count_target(self, captured: Captured | None, metadata: Metadata) -> str:
@@ -338,7 +353,7 @@ class Engine:
         running = scheduler.running
         for request in running:
             self._catch_draft_up(request)
-            scheduler.grow(request, request.num_tokens + DRAFT_PASSES)
+            scheduler.grow(request, request.num_tokens + self._config.mtp)
         batch = self._tokens.draft_batch(running)
         captured = self._fitting("draft", batch.num_rows) if may_replay else None
         (buffers,) = captured.buffers if captured else self._new_buffers("draft", batch.num_rows)
@@ -354,11 +369,11 @@ class Engine:
                     buffers.advance()
                 metadata.build(number)
                 self._manager.replay(graph, *metadata.steps(number))
-        for number in range(DRAFT_PASSES):
+        for number in range(self._config.mtp):
             self._record(self._model.draft_layer, number, batch)
             self._compare(f"{where} {number}", self._model.draft_layer, number, buffers, batch.ahead(number))
-        self.counts.draft_passes += DRAFT_PASSES
-        self.counts.draft_passes_replayed += DRAFT_PASSES if captured else 0
+        self.counts.draft_passes += self._config.mtp
+        self.counts.draft_passes_replayed += self._config.mtp if captured else 0
 
     def _serve_dummy(self, where: str, step: int, may_replay: bool) -> str:
         """An idle rank's step. It runs the size that its neighbours run; here each size in turn."""
@@ -369,7 +384,7 @@ class Engine:
         (buffers,) = captured.buffers if captured else self._new_buffers("decode", rows)
         # A graph that plans for itself reads the length buffer as it is, so the engine zeroes it. Otherwise
         # the lengths may be anything, here far past the tables.
-        buffers.load_dummy(0 if captured and self._plan_in_layers else 4 * MAX_CONTEXT_TOKENS)
+        buffers.load_dummy(0 if captured and self._plan_in_layers else 4 * self._config.max_context_tokens)
         metadata = self._metadata("decode", (buffers,), dummy=True)
         metadata.build()
         if captured:
@@ -384,7 +399,7 @@ class Engine:
 
     def _record(self, layer: int, call: int, batch: Batch) -> None:
         cache_rows = torch.tensor(batch.cache_rows).repeat_interleave(batch.query_length)
-        self.check.record(layer, cache_rows, batch.positions[call], batch.key[call], batch.value[call])
+        self.check.record(layer, cache_rows, batch.positions[call], *batch.new.meant(call))
 
     def _compare(
         self, where: str, layer: int, call: int, buffers: StepBuffers, batch: Batch | None, window_tokens: int = 0
@@ -408,17 +423,17 @@ class Engine:
 def _size_kv_pool(config: DemoConfig, manager: PlanManager) -> KVPool:
     """The pool from what plans and scratch leave of the memory; nothing is allocated to find out (R19)."""
     reserved_bytes = manager.worst_case_bytes() if config.budget_bytes is None else config.budget_bytes
-    num_layers = config.num_layers + 1
-    num_pages = (config.memory_bytes - reserved_bytes) // page_bytes(num_layers)
-    needed_pages = 1 + MAX_PAGES_PER_ROW
+    one_page_bytes = page_bytes(config)
+    num_pages = (config.memory_bytes - reserved_bytes) // one_page_bytes
+    needed_pages = 1 + config.max_pages_per_row
     if num_pages < needed_pages:
         raise ConfigError(
             f"memory_bytes={config.memory_bytes:,} less {reserved_bytes:,} for plans and scratch holds "
-            f"{max(num_pages, 0)} KV pages of {num_layers} layers; one request of {MAX_CONTEXT_TOKENS} "
-            f"tokens needs {needed_pages}. "
-            f"Raise memory_bytes to at least {reserved_bytes + needed_pages * page_bytes(num_layers):,}."
+            f"{max(num_pages, 0)} KV pages of {config.num_layers + 1} layers; one request of "
+            f"{config.max_context_tokens} tokens needs {needed_pages}. "
+            f"Raise memory_bytes to at least {reserved_bytes + needed_pages * one_page_bytes:,}."
         )
-    return KVPool(num_layers=num_layers, num_pages=num_pages, device=config.device)
+    return KVPool(config, num_pages=num_pages)
 
 
 def _split(batch: Batch, buffers: Sequence[StepBuffers]) -> list[Batch | None]:

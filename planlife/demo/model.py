@@ -1,8 +1,7 @@
-"""The toy model: paged KV cache, the step's buffers, and attention layers that call planlife."""
+"""The toy model: the step's buffers, and attention layers that call planlife."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,61 +10,11 @@ import torch
 from ..manager import PlanManager
 from ..plan import OffPlan, StepPlan
 from ..spec import Step
-from .config import HEAD_DIM, MAX_PAGES_PER_ROW, NUM_KV_HEADS, NUM_Q_HEADS, PAGE_SIZE
+from .config import HEAD_DIM, NUM_KV_HEADS, NUM_Q_HEADS, PAGE_SIZE, DemoConfig
+from .kv_pool import KVPool, KVTokens
 
 SOFTMAX_SCALE = HEAD_DIM**-0.5
 _GARBAGE_PAGE = 0x7F7F7F7F
-
-
-def page_bytes(num_layers: int) -> int:
-    """Bytes that one page takes over all layers, keys and values."""
-    return 2 * num_layers * PAGE_SIZE * NUM_KV_HEADS * HEAD_DIM * torch.bfloat16.itemsize
-
-
-class KVPool:
-    """Paged BF16 keys and values of all layers, and who owns which page.
-
-    Owns: key, value bfloat16[layers, pages, page, kv_heads, D]. Address-stable. Page 0 belongs to nobody: the
-    keys of padded rows go there. A page without an owner holds NaN: a read through a wrong table shows.
-    """
-
-    def __init__(self, *, num_layers: int, num_pages: int, device: str) -> None:
-        shape = (num_layers, num_pages, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM)
-        self.key = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=device)
-        self.value = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=device)
-        self.num_pages = num_pages
-        self._free = deque(range(1, num_pages))
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole pool."""
-        return self.key.nbytes + self.value.nbytes
-
-    @property
-    def num_usable_pages(self) -> int:
-        """Pages that requests can own."""
-        return self.num_pages - 1
-
-    def allocate(self, num_pages: int) -> list[int]:
-        """The pages that were free the longest. Raises RuntimeError if there are too few."""
-        if num_pages > len(self._free):
-            raise RuntimeError(
-                f"{num_pages} KV pages asked for, {len(self._free)} of {self.num_pages} free: "
-                "admission let too many requests in."
-            )
-        return [self._free.popleft() for _ in range(num_pages)]
-
-    def release(self, pages: Sequence[int]) -> None:
-        """Take `pages` back and fill them with NaN."""
-        index = torch.tensor(pages, device=self.key.device)
-        self.key[:, index] = torch.nan
-        self.value[:, index] = torch.nan
-        self._free.extend(pages)
-
-    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put key, value bfloat16[tokens, kv_heads, D] at slots int64[tokens] (page * page_size + offset)."""
-        self.key[layer].view(-1, NUM_KV_HEADS, HEAD_DIM).index_copy_(0, slots, key)
-        self.value[layer].view(-1, NUM_KV_HEADS, HEAD_DIM).index_copy_(0, slots, value)
 
 
 @dataclass(frozen=True)
@@ -77,7 +26,7 @@ class Batch:
     context_lens: per row, the new tokens included. pages: per row.
     cache_rows: per row, where the comparison keeps its history.
     positions: int64[calls, rows * query_length]
-    query, key, value: bfloat16[calls, rows * query_length, heads, D]
+    query: q_dtype[calls, rows * query_length, q_heads, D]. new: the tokens' keys and values.
     """
 
     context_lens: tuple[int, ...]
@@ -85,8 +34,7 @@ class Batch:
     cache_rows: tuple[int, ...]
     positions: torch.Tensor
     query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
+    new: KVTokens
 
     @property
     def num_rows(self) -> int:
@@ -99,7 +47,7 @@ class Batch:
     @property
     def slots(self) -> torch.Tensor:
         """int64[calls, rows * query_length]: where the KV pool keeps `positions`."""
-        pages = torch.zeros(self.num_rows, MAX_PAGES_PER_ROW, dtype=torch.int64)
+        pages = torch.zeros(self.num_rows, max(map(len, self.pages)), dtype=torch.int64)
         for row, owned in enumerate(self.pages):
             pages[row, : len(owned)] = torch.tensor(owned)
         row_of_token = torch.arange(self.num_rows).repeat_interleave(self.query_length)
@@ -114,8 +62,7 @@ class Batch:
             cache_rows=self.cache_rows[begin:end],
             positions=self.positions[:, tokens],
             query=self.query[:, tokens],
-            key=self.key[:, tokens],
-            value=self.value[:, tokens],
+            new=self.new.tokens(tokens),
         )
 
     def ahead(self, num_tokens: int) -> Batch:
@@ -127,28 +74,32 @@ class StepBuffers:
     """Inputs and outputs of one forward, at fixed addresses.
 
     Owns: context_lens, active int32[rows], block_tables int32[rows, max_pages], slots int64[calls, tokens],
-    query, key, value, output bfloat16[calls, tokens, heads, D]. Address-stable: graphs are captured on them.
+    query, output q_dtype and key, value kv_dtype[calls, tokens, heads, D], and where scales are per token key_scale,
+    value_scale float32[calls, tokens, kv_heads]. Address-stable: graphs are captured on them.
     Rows behind the batch have length 0, NaN inputs, and block tables that an earlier step left.
     """
 
-    def __init__(self, *, num_rows: int, query_length: int, num_calls: int, device: str) -> None:
+    def __init__(self, config: DemoConfig, *, num_rows: int, query_length: int, num_calls: int) -> None:
         self.num_rows = num_rows
         self.query_length = query_length
-        tokens = num_rows * query_length
+        tokens, device = num_rows * query_length, config.device
 
-        def floats(num_heads: int) -> torch.Tensor:
-            shape = (num_calls, tokens, num_heads, HEAD_DIM)
-            return torch.full(shape, torch.nan, dtype=torch.bfloat16, device=device)
+        def numbers(dtype: str, *shape: int) -> torch.Tensor:
+            return torch.full((num_calls, tokens, *shape), torch.nan, dtype=getattr(torch, dtype), device=device)
 
         self.context_lens = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.active = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        self.block_tables = torch.full((num_rows, MAX_PAGES_PER_ROW), -1, dtype=torch.int32, device=device)
+        self.block_tables = torch.full((num_rows, config.max_pages_per_row), -1, dtype=torch.int32, device=device)
         self.block_tables[1::2] = _GARBAGE_PAGE
         self.slots = torch.zeros(num_calls, tokens, dtype=torch.int64, device=device)
-        self.query = floats(NUM_Q_HEADS)
-        self.key = floats(NUM_KV_HEADS)
-        self.value = floats(NUM_KV_HEADS)
-        self.output = floats(NUM_Q_HEADS)
+        self.query = numbers(config.q_dtype, NUM_Q_HEADS, HEAD_DIM)
+        self.output = numbers(config.q_dtype, NUM_Q_HEADS, HEAD_DIM)
+        self.key = numbers(config.kv_dtype, NUM_KV_HEADS, HEAD_DIM)
+        self.value = numbers(config.kv_dtype, NUM_KV_HEADS, HEAD_DIM)
+        self.key_scale: torch.Tensor | None = None
+        self.value_scale: torch.Tensor | None = None
+        if config.kv_scales == "per_token":
+            self.key_scale, self.value_scale = (numbers("float32", NUM_KV_HEADS) for _ in range(2))
 
     def load(self, batch: Batch | None) -> None:
         """Copy a batch in; None: no row is real (a ubatch that got none)."""
@@ -158,8 +109,9 @@ class StepBuffers:
         self.active[:rows] = 1
         self.active[rows:] = 0
         self.slots[:, tokens:] = 0
-        for buffer in (self.query, self.key, self.value):
-            buffer[:, tokens:] = torch.nan
+        for buffer in (self.query, self.key, self.value, self.key_scale, self.value_scale):
+            if buffer is not None:
+                buffer[:, tokens:] = torch.nan
         self.output.fill_(torch.nan)
         if batch is None:
             return
@@ -170,8 +122,16 @@ class StepBuffers:
         self.block_tables[:rows] = tables
         self.slots[:, :tokens] = batch.slots
         self.query[:, :tokens] = batch.query
-        self.key[:, :tokens] = batch.key
-        self.value[:, :tokens] = batch.value
+        self.key[:, :tokens] = batch.new.key
+        self.value[:, :tokens] = batch.new.value
+        for buffer, new in ((self.key_scale, batch.new.key_scale), (self.value_scale, batch.new.value_scale)):
+            if buffer is not None and new is not None:
+                buffer[:, :tokens] = new
+
+    def new_tokens(self, call: int) -> tuple[torch.Tensor, ...]:
+        """What a call writes into the cache: key, value, and their scales where those are per token."""
+        buffers = (self.key, self.value, self.key_scale, self.value_scale)
+        return tuple(buffer[call] for buffer in buffers if buffer is not None)
 
     def advance(self) -> None:
         """One more token in every real row, in place, as between draft passes."""
@@ -271,7 +231,7 @@ class ToyModel:
 
     def _attention(self, layer: int, call: int, buffers: StepBuffers, plan: StepPlan | OffPlan) -> None:
         pool = self._pool
-        pool.write(layer, buffers.slots[call], buffers.key[call], buffers.value[call])
+        pool.write(layer, buffers.slots[call], *buffers.new_tokens(call))
         self._manager.pa_decode(
             plan,
             buffers.output[call],
@@ -280,4 +240,5 @@ class ToyModel:
             pool.value[layer],
             buffers.block_tables,
             SOFTMAX_SCALE,
+            **dict(zip(("key_scale", "value_scale"), pool.scales_of(layer), strict=False)),
         )

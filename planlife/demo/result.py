@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..report import MemoryReport
+from .config import DemoConfig
 
 
 @dataclass
@@ -17,6 +18,8 @@ class StepCounts:
     dummy: int = 0
     dummy_replayed: int = 0
     verify: int = 0
+    drafts_verified: int = 0
+    drafts_accepted: int = 0
     draft_passes: int = 0
     draft_passes_replayed: int = 0
     ubatch: int = 0
@@ -32,7 +35,7 @@ class StepCounts:
 class DemoResult:
     """One finished run. `report` is the manager's own at the end of serving, before it was closed."""
 
-    style: str
+    config: DemoConfig
     counts: StepCounts
     report: MemoryReport
     num_graphs: int
@@ -42,6 +45,7 @@ class DemoResult:
     num_clipped: int
     kv_pool_bytes: int
     num_rows_compared: int
+    num_rows_cut: int
     num_mismatches: int
     first_mismatch: str
     largest_error: float
@@ -57,12 +61,14 @@ class DemoResult:
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and value of each line of the final table."""
-        counts, report = self.counts, self.report
+        config, counts, report = self.config, self.counts, self.report
         counters = report.counters
         num_refused = self.num_graphs_refused
         refused = f" ({num_refused} size{'s' * (num_refused != 1)} refused for lack of room)" if num_refused else ""
         rows = [
-            ("capture style", self.style),
+            ("capture style", config.style),
+            ("KV cache", f"{config.kv_dtype}, {config.layout}, scales {config.kv_scales}"),
+            ("sliding window", f"{config.window:,} tokens; it cut {self.num_rows_cut:,} output rows"),
             ("graphs captured", f"{self.num_graphs:,}{refused}"),
             ("captured again in service", f"{counts.recaptured:,}"),
             ("steps", f"{counts.steps:,}"),
@@ -70,7 +76,8 @@ class DemoResult:
             ("steps eager", f"{counts.eager:,}"),
             ("steps on the fallback", f"{counts.fallback:,} ({counters['fallbacks']:,} plans, drafts included)"),
             ("dummy steps", f"{counts.dummy:,} ({counts.dummy_replayed:,} replayed)"),
-            ("verify passes", f"{counts.verify:,}"),
+            ("verify passes", f"{counts.verify:,}, query length {config.verify_tokens}"),
+            ("draft tokens accepted", f"{counts.drafts_accepted:,} of {counts.drafts_verified:,}"),
             ("draft passes", f"{counts.draft_passes:,} ({counts.draft_passes_replayed:,} replayed)"),
             ("steps in two ubatches", f"{counts.ubatch:,}"),
             ("tokens", f"{counts.tokens:,}"),

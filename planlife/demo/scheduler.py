@@ -10,22 +10,10 @@ from dataclasses import dataclass, field
 import torch
 
 from .. import trace
-from .config import (
-    DRAFT_PASSES,
-    HEAD_DIM,
-    MAX_CONTEXT_TOKENS,
-    MAX_ROWS,
-    NUM_KV_HEADS,
-    NUM_Q_HEADS,
-    PAGE_SIZE,
-    VERIFY_TOKENS,
-)
-from .model import Batch, KVPool
+from .config import HEAD_DIM, MAX_OUTPUT_TOKENS, MAX_ROWS, NUM_KV_HEADS, NUM_Q_HEADS, PAGE_SIZE, DemoConfig
+from .kv_pool import KVPool, KVTokens
+from .model import Batch
 
-MAX_OUTPUT_TOKENS = 64
-#: A verify step may accept more than was asked for, and drafts run ahead of what is accepted.
-_LOOKAHEAD_TOKENS = VERIFY_TOKENS + DRAFT_PASSES
-MAX_PROMPT_TOKENS = MAX_CONTEXT_TOKENS - MAX_OUTPUT_TOKENS - _LOOKAHEAD_TOKENS
 _BUSY_ROWS = 6
 _IDLE_STEPS = 2  #: of an idle gap that are served as dummies; the rest is skipped
 
@@ -39,23 +27,23 @@ class Arrival:
     output_tokens: int
 
 
-def arrivals_from_trace(requests: Sequence[trace.Request], max_steps: int) -> tuple[list[Arrival], int]:
-    """The arrivals of about `max_steps` steps, and how many of them had to be made smaller.
+def arrivals_from_trace(requests: Sequence[trace.Request], config: DemoConfig) -> tuple[list[Arrival], int]:
+    """The arrivals of about `config.max_steps` steps, and how many of them had to be made smaller.
 
-    Prompts beyond MAX_PROMPT_TOKENS are folded (modulo, so that lengths stay uneven), outputs are cut at
+    Prompts beyond `config.max_prompt_tokens` are folded (modulo, so that lengths stay uneven), outputs are cut at
     MAX_OUTPUT_TOKENS. The clock is scaled so that _BUSY_ROWS rows are busy on average; bursts stay bursts.
     """
     outputs = [min(max(request.output_tokens, 1), MAX_OUTPUT_TOKENS) for request in requests]
-    tokens_per_step = 1 + (VERIFY_TOKENS - 1) / 8  # every fourth step verifies, half of its drafts hold
+    tokens_per_step = 1 + config.mtp / 8  # every fourth step verifies, half of its drafts hold
     per_step = _BUSY_ROWS * tokens_per_step * len(outputs) / sum(outputs)
-    count = min(len(requests), MAX_ROWS + int(max_steps * per_step))
+    count = min(len(requests), MAX_ROWS + int(config.max_steps * per_step))
     span_seconds = requests[count - 1].arrival_seconds
     steps_per_second = count / per_step / span_seconds if span_seconds else 0.0
     arrivals = []
     num_clipped = 0
     for request, output in zip(requests[:count], outputs, strict=False):
         prompt = max(request.input_tokens, 1)
-        folded = (prompt - 1) % MAX_PROMPT_TOKENS + 1
+        folded = (prompt - 1) % config.max_prompt_tokens + 1
         num_clipped += prompt != folded or request.output_tokens > output
         arrivals.append(Arrival(request.arrival_seconds * steps_per_second, folded, output))
     return arrivals, num_clipped
@@ -84,13 +72,14 @@ class StepShape:
 class Scheduler:
     """Requests join and leave between steps. One is admitted when all the pages it can ever need fit."""
 
-    def __init__(self, arrivals: Sequence[Arrival], pool: KVPool, seed: int) -> None:
+    def __init__(self, arrivals: Sequence[Arrival], pool: KVPool, config: DemoConfig) -> None:
         self._waiting = deque(arrivals)
         self._pool = pool
+        self._lookahead_tokens = config.lookahead_tokens
         self._clock = 0.0
         self._idle_steps = 0
         self._free_rows = deque(range(MAX_ROWS))
-        self._choices = random.Random(seed)
+        self._choices = random.Random(config.seed)
         self.running: list[Running] = []
         self.num_finished = 0
 
@@ -106,7 +95,7 @@ class Scheduler:
         admitted = []
         while self._waiting and self._waiting[0].step <= self._clock and self._free_rows:
             arrival = self._waiting[0]
-            most_tokens = arrival.prompt_tokens + arrival.output_tokens + _LOOKAHEAD_TOKENS
+            most_tokens = arrival.prompt_tokens + arrival.output_tokens + self._lookahead_tokens
             num_pages = -(-most_tokens // PAGE_SIZE)
             committed = sum(request.committed_pages for request in self.running)
             if committed + num_pages > self._pool.num_usable_pages:
@@ -134,7 +123,8 @@ class Scheduler:
             request.pages += self._pool.allocate(missing)
 
     def accept(self, num_offered: int) -> int:
-        """Each running request keeps 1..num_offered of the tokens it just computed. Returns their sum."""
+        """Each running request keeps 1..num_offered of the tokens it just computed, each another number, so that
+        lengths grow unevenly. Returns their sum."""
         num_accepted = 0
         for request in self.running:
             accepted = self._choices.randint(1, num_offered)
@@ -154,47 +144,51 @@ class Scheduler:
 
 
 class TokenSource:
-    """Seeded random queries, keys and values."""
+    """Seeded random queries, keys and values, as the model's and the cache's dtypes hold them."""
 
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
+    def __init__(self, config: DemoConfig) -> None:
+        self._config = config
+        self._generator = torch.Generator().manual_seed(config.seed)
 
-    def draw(self, num_calls: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """query, key, value bfloat16[calls, tokens, heads, D].
+    def draw(self, layers: Sequence[int], num_tokens: int) -> tuple[torch.Tensor, KVTokens]:
+        """query q_dtype[calls, tokens, q_heads, D], and keys and values, for a call of each of `layers`.
 
         A token's key leans towards its own query: the newest token weighs as in a real model, and a length
         off by one shows.
         """
-        query = self._normal(num_calls, num_tokens, NUM_Q_HEADS)
-        group_mean = query.view(num_calls, num_tokens, NUM_KV_HEADS, -1, HEAD_DIM).mean(3)
-        key = self._normal(num_calls, num_tokens, NUM_KV_HEADS) + group_mean
-        value = self._normal(num_calls, num_tokens, NUM_KV_HEADS)
-        return query.bfloat16(), key.bfloat16(), value.bfloat16()
+        query = self._normal(len(layers), num_tokens, NUM_Q_HEADS)
+        group_mean = query.view(len(layers), num_tokens, NUM_KV_HEADS, -1, HEAD_DIM).mean(3)
+        key = self._normal(len(layers), num_tokens, NUM_KV_HEADS) + group_mean
+        value = self._normal(len(layers), num_tokens, NUM_KV_HEADS)
+        return query.to(getattr(torch, self._config.q_dtype)), KVTokens.store(key, value, layers, self._config)
 
     def _normal(self, num_calls: int, num_tokens: int, num_heads: int) -> torch.Tensor:
         return torch.randn(num_calls, num_tokens, num_heads, HEAD_DIM, generator=self._generator)
 
-    def batch(self, requests: Sequence[Running], *, num_calls: int, query_length: int) -> Batch:
-        """The next `query_length` tokens of each request, for each layer."""
+    def batch(self, requests: Sequence[Running], *, query_length: int) -> Batch:
+        """The next `query_length` tokens of each request, for each layer of the target."""
         context_lens = tuple(request.num_tokens + query_length for request in requests)
         ends = torch.tensor(context_lens)
         positions = (ends[:, None] + torch.arange(-query_length, 0)).flatten()
-        return self._batch(requests, context_lens, positions.expand(num_calls, -1))
+        layers = range(self._config.num_layers)
+        return self._batch(requests, context_lens, positions.expand(len(layers), -1), layers)
 
     def draft_batch(self, requests: Sequence[Running]) -> Batch:
         """One token per request and draft pass; the lengths are those of the first pass."""
         context_lens = tuple(request.num_tokens + 1 for request in requests)
-        first = torch.tensor(context_lens) - 1
-        return self._batch(requests, context_lens, first + torch.arange(DRAFT_PASSES)[:, None])
+        passes = self._config.mtp
+        positions = torch.tensor(context_lens) - 1 + torch.arange(passes)[:, None]
+        return self._batch(requests, context_lens, positions, [self._config.num_layers] * passes)
 
-    def _batch(self, requests: Sequence[Running], context_lens: tuple[int, ...], positions: torch.Tensor) -> Batch:
-        query, key, value = self.draw(*positions.shape)
+    def _batch(
+        self, requests: Sequence[Running], context_lens: tuple[int, ...], positions: torch.Tensor, layers: Sequence[int]
+    ) -> Batch:
+        query, new = self.draw(layers, positions.shape[1])
         return Batch(
             context_lens=context_lens,
             pages=tuple(tuple(request.pages) for request in requests),
             cache_rows=tuple(request.cache_row for request in requests),
             positions=positions,
             query=query,
-            key=key,
-            value=value,
+            new=new,
         )

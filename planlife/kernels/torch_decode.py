@@ -18,7 +18,7 @@ from ..spec import PlanSpec
 _CHUNK_BYTES = 32 << 20
 
 #: The smallest positive float32. An attended token's weight never becomes 0, lest an infinite V turn to NaN.
-_TINY = 2.0**-149
+TINY = 2.0**-149
 
 _ROW_KEY = 1 << 32  # above any tile number
 
@@ -113,6 +113,7 @@ def decode_into(
     key_scale: torch.Tensor | float | None = None,
     value_scale: torch.Tensor | float | None = None,
     sinks: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """Decode the tasks of a plan; rows without tasks become exact zeros.
 
@@ -123,6 +124,8 @@ def decode_into(
     key_scale, value_scale: per_tensor a number or float32 of one element, per_token float32[pages, kv_heads, page] or
         [..., 1]; what tokens outside a row's have is never used. K's multiplies logits, V's the values.
     sinks: float[q_heads]: a logit with value 0 that every query token sees which sees anything.
+    lse: float32[R * query_length, q_heads], written whole: the log of the softmax's denominator, sinks included; -inf
+        where a query token sees nothing.
 
     Capture: yes. Syncs: no. Allocates: temporaries through torch, bounded whatever the context.
     """
@@ -130,6 +133,8 @@ def decode_into(
     # Rows beyond the tables' have no page to read, so they cannot have tasks either.
     rows = min(query.shape[0] // length, reduce_info.shape[0], block_tables.shape[0])
     output[rows * length :].zero_()
+    if lse is not None:
+        lse[rows * length :].fill_(-torch.inf)
     if not rows:
         return
     plan = _ReadPlan(work_info, reduce_info)
@@ -143,9 +148,13 @@ def decode_into(
         _attend(partials, plan, scaled, keys, values, block_tables, row_range, tile_range, spec)
     if sinks is not None:
         sinks = sinks.float().view(heads, group).repeat(1, length)
-    merged = plan.reduce(partials, rows, sinks)
+    merged, row_max, sums = plan.reduce(partials, rows, sinks)
     merged = merged.view(heads, rows, length, group, spec.head_dim).permute(1, 2, 0, 3, 4)
     output[: rows * length].copy_(merged.reshape(rows * length, spec.num_q_heads, spec.head_dim))
+    if lse is not None:
+        by_head = torch.where(row_max == -torch.inf, -torch.inf, row_max + sums.log())
+        by_token = by_head.view(heads, rows, length, group).permute(1, 2, 0, 3)
+        lse[: rows * length].copy_(by_token.reshape(rows * length, spec.num_q_heads))
 
 
 class _ReadPlan:
@@ -180,8 +189,11 @@ class _ReadPlan:
         covered = self.owned[slot] & (task[..., 0] == row) & (task[..., 1] <= tile) & (tile < task[..., 2])
         return slot, torch.where(covered, task[..., 3], 0)
 
-    def reduce(self, partials: _Partials, rows: int, sinks: torch.Tensor | None) -> torch.Tensor:
-        """Merge the partials of each row's slots: [kv_heads, rows, query rows, head_dim], 0 without any.
+    def reduce(
+        self, partials: _Partials, rows: int, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Merge the partials of each row's slots: (output [kv_heads, rows, query rows, head_dim], 0 without any;
+        largest logit and sum of exp(logit - largest), each [kv_heads, rows, query rows]).
 
         sinks: [kv_heads, query rows].
         """
@@ -200,7 +212,7 @@ class _ReadPlan:
             sums += torch.exp(sinks[:, None] - row_max)
         merged = row_max.new_zeros(num_kv_heads, rows, query_rows, head_dim)
         merged.index_add_(1, owners, weight[..., None] * partials.output)
-        return torch.where((row_max == -torch.inf)[..., None], 0.0, merged / sums[..., None])
+        return torch.where((row_max == -torch.inf)[..., None], 0.0, merged / sums[..., None]), row_max, sums
 
 
 def _attend(
@@ -266,7 +278,7 @@ def _attend(
 
 def _weight(logits: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
     """exp(logits - maximum), never 0; 1 where nothing was seen yet."""
-    return torch.where(maximum == -torch.inf, 1.0, torch.exp(logits - maximum).clamp_min(_TINY))
+    return torch.where(maximum == -torch.inf, 1.0, torch.exp(logits - maximum).clamp_min(TINY))
 
 
 def _chunks(num_rows: int, num_tiles: int, spec: PlanSpec) -> Iterator[tuple[range, range]]:

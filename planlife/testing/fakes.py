@@ -6,6 +6,7 @@ tensor raises, and tables that were never refreshed cannot be decoded.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import Counter
@@ -98,7 +99,10 @@ class FakeTensor:
         self._storage.version += 1
 
     def zero_(self) -> FakeTensor:
-        self.write([0] * self.shape[0])
+        return self.fill_(0)
+
+    def fill_(self, value: Any) -> FakeTensor:
+        self.write([value] * self.shape[0])
         return self
 
     def _store(self, values: Sequence[Any]) -> None:
@@ -414,7 +418,8 @@ class FakePlan:
 
 
 class FakeBackend:
-    """planlife.backends.base.Backend on lists. A decode writes, per query row, the length that its tables hold.
+    """planlife.backends.base.Backend on lists. A decode writes, per query row, the length that its tables hold; its lse
+    is that length too, and -inf for 0.
 
     spec_reasons, step_reasons: what refuse_spec and refuse_step answer. default_budget: what default_workgroup_budget
     answers, None = 2 x compute units. calls: how often each method was called.
@@ -517,6 +522,7 @@ class FakeBackend:
         key_scale: Any,
         value_scale: Any,
         sinks: Any,
+        lse: FakeTensor | None,
     ) -> None:
         self._count("decode")
         needed = _scratch_bytes(tables.spec, tables.plan_rows, tables.num_compute_units)
@@ -524,7 +530,12 @@ class FakeBackend:
             raise AssertionError(f"decode got {len(scratch)} bytes of scratch and needs {needed}")
         if len(output) > tables.plan_rows * tables.spec.query_length:
             raise AssertionError(f"{len(output)} query rows for a table set of {tables.plan_rows} rows")
-        tables.buffer.device.launch(partial(_decode, tables.spec), tables.buffer, scratch, output, query)
+        operands = [tables.buffer, scratch, output, query]
+        if lse is not None:
+            if len(lse) != len(output):
+                raise AssertionError(f"lse has {len(lse)} rows for {len(output)} query rows")
+            operands.append(lse)
+        tables.buffer.device.launch(partial(_decode, tables.spec), *operands)
 
     def sanitize(
         self, tables: FakePlan, context_lens: FakeTensor, num_rows: int, flags: FakeTensor, max_tokens: int
@@ -576,9 +587,19 @@ def _lens_in(buffer: FakeBuffer) -> list[int]:
     return [work_info[slot][3] if tasks else 0 for slot, tasks in reduce_info]
 
 
-def _decode(spec: PlanSpec, buffer: FakeBuffer, scratch: FakeBuffer, output: FakeTensor, query: FakeTensor) -> None:
+def _decode(
+    spec: PlanSpec,
+    buffer: FakeBuffer,
+    scratch: FakeBuffer,
+    output: FakeTensor,
+    query: FakeTensor,
+    lse: FakeTensor | None = None,
+) -> None:
     lens = _lens_in(buffer)
-    output._store([lens[i // spec.query_length] for i in range(len(output))])
+    decoded = [lens[i // spec.query_length] for i in range(len(output))]
+    output._store(decoded)
+    if lse is not None:
+        lse._store([length or -math.inf for length in decoded])
 
 
 def _sanitize(

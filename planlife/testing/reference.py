@@ -19,6 +19,7 @@ def reference_decode(
     key_scale: torch.Tensor | float = 1.0,
     value_scale: torch.Tensor | float = 1.0,
     sinks: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The exact output of a decode call: float64[rows * query_length, q_heads, head_dim], on the CPU.
 
@@ -30,6 +31,8 @@ def reference_decode(
     context_lens: int32[rows], query tokens included.
     key_scale, value_scale: one number, or float32[pages, kv_heads, page] or [..., 1]: what the stored values stand for.
     sinks: float[q_heads]: a logit per head that takes part in the softmax and has the value 0.
+    lse: float[rows * query_length, q_heads], filled with the log-sum-exp of the logits that each query token sees, the
+        sink's among them; -inf where it sees none.
     Query token p of a row of length L sees keys [max(0, end - window), end), end = L - query_length + 1 + p.
 
     Raises ValueError. Capture: no. Syncs: yes. Allocates: yes.
@@ -41,6 +44,8 @@ def reference_decode(
     num_q_heads = query.shape[1]
     group = num_q_heads // num_kv_heads
     output = torch.zeros(query.shape, dtype=torch.float64)
+    if lse is not None:
+        lse.fill_(-torch.inf)
     for row, length in enumerate(context_lens.tolist()):
         if length <= 0:
             continue
@@ -62,6 +67,8 @@ def reference_decode(
                     logits = torch.cat([logits, sinks[head : head + 1].to("cpu", torch.float64)])
                 weights = torch.softmax(logits, dim=0)[: end - begin]
                 output[row * query_length + token, head] = weights @ values[seen]
+                if lse is not None:
+                    lse[row * query_length + token, head] = torch.logsumexp(logits, dim=0)
     return output
 
 

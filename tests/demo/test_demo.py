@@ -8,15 +8,33 @@ from typing import Any
 import pytest
 import torch
 
-from planlife import ConfigError, PlanManager, StalePlanError
+from planlife import ConfigError, PlanManager, StalePlanError, Step
 from planlife.demo import DemoConfig, DemoResult, engine, run_demo
 from planlife.demo.check import DenseCheck
 from planlife.demo.config import CAPTURE_ROWS, STYLES
-from planlife.demo.model import KVPool, StepBuffers
-from planlife.demo.scheduler import MAX_PROMPT_TOKENS, Running, TokenSource, arrivals_from_trace
+from planlife.demo.kv_pool import KVPool, KVTokens
+from planlife.demo.model import StepBuffers
+from planlife.demo.scheduler import Arrival, Running, Scheduler, TokenSource, arrivals_from_trace
 from planlife.trace import Request
 
 STEPS = 60
+MAX_PROMPT_TOKENS = DemoConfig().max_prompt_tokens
+#: One run each, beside the default one: every cache, layout and kind of scales, long and short drafts, wide windows.
+KINDS = (
+    DemoConfig(kv="fp8", layout="packed", mtp=5, max_steps=16),
+    DemoConfig(kv="fp8", layout="packed", mtp=5, max_steps=16, style="in-graph"),
+    DemoConfig(window=1024, max_steps=60),
+    DemoConfig(window=1024, max_steps=60, style="in-graph"),
+    DemoConfig(kv="fp8", scales="per_token", layout="packed", mtp=7, window=1, max_steps=16),
+    DemoConfig(kv="fp8", scales="per_token", mtp=1, window=17, max_steps=16, style="in-graph"),
+    DemoConfig(kv="fp8", layout="hnd", mtp=2, max_steps=16, style="in-graph"),
+    DemoConfig(kv="fp16", layout="packed", max_steps=16),
+)
+
+
+def _name(config: DemoConfig) -> str:
+    style, kind = config.style, f"{config.kv} {config.kv_scales} {config.layout}"
+    return f"{style}, {kind}, mtp {config.mtp}, window {config.window}"
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +62,50 @@ def test_a_short_run_meets_every_kind_of_step(results: dict[str, DemoResult], st
         assert getattr(counts, kind) > 0, kind
     assert 0 < counts.dummy_replayed < counts.dummy
     assert 0 < counts.draft_passes_replayed < counts.draft_passes
+
+
+@pytest.mark.parametrize("config", KINDS, ids=_name)
+def test_every_kind_of_cache_draft_and_window_is_served_right(config: DemoConfig) -> None:
+    result = run_demo(config)
+    counts, shown = result.counts, dict(result.rows())
+
+    assert result.ok, result.first_mismatch
+    assert result.report.counters["compiles_after_seal"] == 0
+    assert counts.fallback == 0
+    assert counts.verify > 0 and counts.replayed > 0 and counts.eager > 0
+    assert counts.draft_passes == counts.verify * config.mtp
+    assert 0 < counts.draft_passes_replayed < counts.draft_passes
+    assert 0 < counts.drafts_accepted < counts.drafts_verified
+    assert 0 < result.num_rows_cut < result.num_rows_compared, "the window hid nothing: the run says nothing about it"
+    assert config.layout in shown["KV cache"] and config.kv_scales in shown["KV cache"]
+    assert shown["verify passes"].endswith(f"query length {config.mtp + 1}")
+
+
+def test_drafts_are_accepted_unevenly_from_row_to_row_and_step_to_step() -> None:
+    config = DemoConfig(mtp=5)
+    scheduler = Scheduler([Arrival(0.0, 30, 64)] * 8, KVPool(config, num_pages=600), config)
+    scheduler.advance()
+    before, patterns = [request.num_tokens for request in scheduler.running], set()
+    for _ in range(4):
+        total = scheduler.accept(config.verify_tokens)
+        after = [request.num_tokens for request in scheduler.running]
+        kept = tuple(new - old for new, old in zip(after, before, strict=True))
+        assert sum(kept) == total
+        assert set(kept) <= set(range(1, config.verify_tokens + 1))
+        assert len(set(kept)) > 1
+        patterns.add(kept)
+        before = after
+    assert len(patterns) == 4
+
+
+def test_the_lengths_of_a_verify_step_include_its_drafts() -> None:
+    config = DemoConfig(mtp=5)
+    request = Running(0, 30, 64, 8, 0, [1, 2, 3])
+    batch = TokenSource(config).batch([request], query_length=config.verify_tokens)
+
+    assert batch.context_lens == (36,)
+    assert batch.positions[0].tolist() == [30, 31, 32, 33, 34, 35]
+    assert batch.query_length == 6
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -89,7 +151,7 @@ def test_progress_starts_at_one_never_falls_and_ends_at_the_total() -> None:
 @pytest.mark.parametrize("style", STYLES)
 def test_a_budget_too_small_for_all_graphs_still_serves_everything_right(style: str) -> None:
     with PlanManager(
-        engine.site_specs(), ladder=engine.CapacityLadder(engine.LADDER_ROWS), device="cpu", ubatches=2
+        engine.site_specs(DemoConfig()), ladder=engine.CapacityLadder(engine.LADDER_ROWS), device="cpu", ubatches=2
     ) as manager:
         budget_bytes = manager.min_budget_bytes()
 
@@ -119,12 +181,16 @@ def _serve_the_previous_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlanManager, "plan_for", stale_plan_for)
 
 
-def test_a_stale_plan_shows_as_a_mismatch_where_nothing_guards_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("config", [DemoConfig(), *KINDS[::2]], ids=_name)
+def test_a_stale_plan_shows_as_a_mismatch_where_nothing_guards_the_step(
+    monkeypatch: pytest.MonkeyPatch, config: DemoConfig
+) -> None:
+    config = dataclasses.replace(config, max_steps=12)
     _eager_only(monkeypatch)
-    control = run_demo(DemoConfig(max_steps=12))
+    control = run_demo(config)
     _serve_the_previous_plan(monkeypatch)
 
-    result = run_demo(DemoConfig(max_steps=12))
+    result = run_demo(config)
 
     assert control.ok
     assert control.counts.replayed == 0
@@ -133,12 +199,56 @@ def test_a_stale_plan_shows_as_a_mismatch_where_nothing_guards_the_step(monkeypa
     assert dict(result.rows())["first mismatch"] == result.first_mismatch != ""
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_a_stale_plan_is_refused_where_a_graph_would_replay_it(monkeypatch: pytest.MonkeyPatch, style: str) -> None:
+@pytest.mark.parametrize("config", [DemoConfig(), DemoConfig(style="in-graph"), *KINDS[:4]], ids=_name)
+def test_a_stale_plan_is_refused_where_a_graph_would_replay_it(
+    monkeypatch: pytest.MonkeyPatch, config: DemoConfig
+) -> None:
     _serve_the_previous_plan(monkeypatch)
 
     with pytest.raises(StalePlanError):
-        run_demo(DemoConfig(style=style, max_steps=12))
+        run_demo(dataclasses.replace(config, max_steps=12))
+
+
+@pytest.mark.parametrize("site", ["dense", "window", "verify", "verify_window", "draft"])
+def test_a_plan_that_is_one_token_behind_shows_at_its_site(monkeypatch: pytest.MonkeyPatch, site: str) -> None:
+    plan_for = PlanManager.plan_for
+
+    def plan_for_earlier(self: PlanManager, step: Any) -> Any:
+        if step.site == site and not step.dummy:
+            step = Step(step.context_lens - 1, site=site, ubatch=step.ubatch)
+        return plan_for(self, step)
+
+    _eager_only(monkeypatch)
+    monkeypatch.setattr(PlanManager, "plan_for", plan_for_earlier)
+
+    result = run_demo(DemoConfig(kv="fp8", layout="packed", mtp=5, max_steps=6))
+
+    assert not result.ok
+    assert (" draft 0," if site == "draft" else f" {site}/ub0,") in result.first_mismatch
+
+
+@pytest.mark.parametrize("name", ["key_scale", "value_scale"])
+@pytest.mark.parametrize("scales", ["per_tensor", "per_token"])
+def test_a_scale_of_another_layer_shows_as_a_mismatch(monkeypatch: pytest.MonkeyPatch, scales: str, name: str) -> None:
+    config = DemoConfig(kv="fp8", scales=scales, max_steps=2)
+    assert run_demo(config).ok
+    pa_decode = PlanManager.pa_decode
+    pools: list[KVPool] = []
+    make_pool = KVPool.__init__
+
+    def remember(self: KVPool, *args: Any, **kwargs: Any) -> None:
+        make_pool(self, *args, **kwargs)
+        pools.append(self)
+
+    def decode(self: PlanManager, *args: Any, **kwargs: Any) -> Any:
+        (pool,) = pools
+        (layer,) = (n for n in range(3) if pool.key[n].data_ptr() == args[3].data_ptr())
+        others = dict(zip(("key_scale", "value_scale"), pool.scales_of((layer + 1) % 3), strict=True))
+        return pa_decode(self, *args, **{**kwargs, name: others[name]})
+
+    monkeypatch.setattr(KVPool, "__init__", remember)
+    monkeypatch.setattr(PlanManager, "pa_decode", decode)
+    assert run_demo(config).num_mismatches > 0
 
 
 @pytest.mark.parametrize("only", ["eager", "replayed"])
@@ -211,6 +321,14 @@ def test_a_run_that_compared_nothing_is_not_ok(results: dict[str, DemoResult]) -
         ({"max_steps": True}, "max_steps"),
         ({"seed": -1}, "seed"),
         ({"num_layers": 1}, "num_layers"),
+        ({"kv": "int4"}, "kv must be one of bf16, fp16, fp8, got 'int4'"),
+        ({"layout": "nhdx"}, "layout must be one of nhd, hnd, packed, got 'nhdx'"),
+        ({"scales": "per_head", "kv": "fp8"}, "scales must be one of per_tensor, per_token, or None, got 'per_head'"),
+        ({"scales": "per_token"}, "scales='per_token' does not go with kv='bf16'.* Leave scales out, or pass kv='fp8'"),
+        ({"mtp": 0}, r"mtp must be in \[1, 7\], got 0"),
+        ({"mtp": 8}, r"mtp must be in \[1, 7\], got 8"),
+        ({"window": 0}, r"window must be in \[1, 8192\], got 0"),
+        ({"window": True}, "window must be an int"),
         ({"budget_bytes": 0}, "budget_bytes"),
         ({"memory_bytes": 0}, "memory_bytes"),
         ({"trace_path": 7}, "trace_path"),
@@ -240,7 +358,7 @@ def test_requests_that_are_too_long_are_folded_and_counted() -> None:
         Request(4.0, 3 * MAX_PROMPT_TOKENS + 7, 1000),
     ]
 
-    arrivals, num_clipped = arrivals_from_trace(requests, max_steps=100)
+    arrivals, num_clipped = arrivals_from_trace(requests, DemoConfig(max_steps=100))
 
     assert [arrival.prompt_tokens for arrival in arrivals] == [10, MAX_PROMPT_TOKENS, 1, 1, 7]
     assert [arrival.output_tokens for arrival in arrivals] == [5, 64, 5, 1, 64]
@@ -249,7 +367,7 @@ def test_requests_that_are_too_long_are_folded_and_counted() -> None:
 
 
 def test_requests_that_all_arrive_at_once_are_all_served() -> None:
-    arrivals, _ = arrivals_from_trace([Request(0.0, 8, 4)] * 3, max_steps=100)
+    arrivals, _ = arrivals_from_trace([Request(0.0, 8, 4)] * 3, DemoConfig(max_steps=100))
 
     assert [arrival.step for arrival in arrivals] == [0.0, 0.0, 0.0]
 
@@ -313,42 +431,67 @@ def test_the_comparison_itself_agrees_with_attention_written_out(window: int) ->
     assert check.num_rows_compared == 18
 
 
-def _pool() -> KVPool:
-    return KVPool(num_layers=1, num_pages=6, device="cpu")
-
-
-def test_pages_are_recycled_oldest_first_and_hold_nan_while_nobody_owns_them() -> None:
-    pool = _pool()
+@pytest.mark.parametrize("scales", [None, "per_token"])
+@pytest.mark.parametrize("layout", ["nhd", "hnd", "packed"])
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+def test_pages_are_recycled_oldest_first_and_hold_nan_while_nobody_owns_them(
+    kv: str, layout: str, scales: str | None
+) -> None:
+    config = DemoConfig(kv=kv, layout=layout, scales=scales if kv == "fp8" else None)
+    pool = KVPool(config, num_pages=6)
     pages = pool.allocate(2)
-    ones = torch.ones(2, 2, 32, dtype=torch.bfloat16)
-    pool.write(0, torch.tensor([pages[0] * 16, pages[1] * 16]), ones, ones)
-    assert not pool.key[0, pages[0], 0].isnan().any()
+    new = KVTokens.store(torch.ones(1, 32, 2, 32), torch.ones(1, 32, 2, 32), [0], config)
+    slots = torch.tensor(pages).repeat_interleave(16) * 16 + torch.arange(16).repeat(2)
+    parts = (new.key, new.value, new.key_scale, new.value_scale)
+    pool.write(0, slots, *(part[0] for part in parts if part is not None))
+    per_token = pool.scales_of(0) if config.kv_scales == "per_token" else ()
+    for tensor in (pool.key[0], pool.value[0], *per_token):
+        assert not tensor[pages].float().isnan().any()
+        assert tensor[0].float().isnan().all()
 
     pool.release(pages)
 
     assert pages == [1, 2]
-    assert pool.key.isnan().all()
-    assert pool.value.isnan().all()
+    for tensor in (pool.key, pool.value, *(pool.scales_of(slice(None)) if per_token else ())):
+        assert tensor.float().isnan().all()
     assert pool.allocate(4) == [3, 4, 5, 1]
     with pytest.raises(RuntimeError, match="2 KV pages asked for, 1 of 6 free"):
         pool.allocate(2)
+
+
+@pytest.mark.parametrize("scales", ["per_tensor", "per_token"])
+def test_what_an_fp8_cache_stands_for_is_what_was_stored_to_three_bits(scales: str) -> None:
+    """The comparison takes these numbers for the truth, so that its tolerance is the kernel's alone."""
+    key, value = torch.randn(2, 2, 50, 2, 32, generator=torch.Generator().manual_seed(0))
+    stored = KVTokens.store(key, value, [0, 1], DemoConfig(kv="fp8", scales=scales))
+
+    assert stored.key.dtype == stored.value.dtype == torch.float8_e4m3fn
+    for call in range(2):
+        for meant, exact in zip(stored.meant(call), (key[call], value[call]), strict=True):
+            error = (meant - exact).norm(dim=-1) / exact.norm(dim=-1)
+            assert 0 < error.max() < 2**-4
+    if scales == "per_tensor":
+        assert stored.key_scale is not None and stored.key_scale[0, 0, 0] != stored.key_scale[1, 0, 0]
 
 
 def test_rows_behind_a_batch_have_no_length_and_whatever_tables_were_there() -> None:
     def request(tokens: int, pages: list[int]) -> Running:
         return Running(0, tokens, 1, len(pages), 0, pages)
 
-    source = TokenSource(0)
-    buffers = StepBuffers(num_rows=3, query_length=1, num_calls=2, device="cpu")
-    buffers.load(source.batch([request(3, [5]), request(17, [2, 4])], num_calls=2, query_length=1))
-    buffers.load(source.batch([request(16, [1, 3])], num_calls=2, query_length=1))
+    config = DemoConfig(kv="fp8", scales="per_token")
+    source = TokenSource(config)
+    buffers = StepBuffers(config, num_rows=3, query_length=1, num_calls=2)
+    buffers.load(source.batch([request(3, [5]), request(17, [2, 4])], query_length=1))
+    buffers.load(source.batch([request(16, [1, 3])], query_length=1))
 
     assert buffers.context_lens.tolist() == [17, 0, 0]
     assert buffers.block_tables[0, :3].tolist() == [1, 3, -1]
     assert buffers.block_tables[1, :2].tolist() == [2, 4]
     assert buffers.slots.tolist() == [[3 * 16, 0, 0]] * 2
-    assert not buffers.query[:, 0].isnan().any()
-    assert buffers.query[:, 1:].isnan().all()
+    assert buffers.key_scale is not None and buffers.value_scale is not None
+    for inputs in (buffers.query, buffers.key, buffers.value, buffers.key_scale, buffers.value_scale):
+        assert not inputs[:, 0].float().isnan().any()
+        assert inputs[:, 1:].float().isnan().all()
     assert buffers.output.isnan().all()
     assert torch.equal(buffers.active, torch.tensor([1, 0, 0], dtype=torch.int32))
 

@@ -9,9 +9,8 @@ import torch
 
 from planlife import CapacityLadder, ConfigError, StepPlan
 from planlife.backends.torch_backend import TorchBackend
-from planlife.testing import reference_decode
+from planlife.testing import LAYOUTS, lay_out, reference_decode
 
-from ..cache_layouts import LAYOUTS, lay_out
 from .world import PAGE, World, both_styles, small_spec
 
 FP8 = ("float8_e4m3fn", "float8_e4m3fnuz")
@@ -53,6 +52,7 @@ class KindWorld(World):
         query: torch.Tensor | None = None,
         output: torch.Tensor | None = None,
         tables: torch.Tensor | None = None,
+        **extras: Any,
     ) -> torch.Tensor:
         rows = max(plan.rows, plan.class_rows or 0)
         result: torch.Tensor = self.manager.pa_decode(
@@ -65,10 +65,11 @@ class KindWorld(World):
             self.spec.head_dim**-0.5,
             sinks=self.sinks,
             **self.scales,
+            **extras,
         )
         return result
 
-    def dense(self, rows: int) -> torch.Tensor:
+    def dense(self, rows: int, **extras: Any) -> torch.Tensor:
         """float64: the dense answer for what is in the buffers now."""
         return reference_decode(
             self.query[:rows],
@@ -78,6 +79,7 @@ class KindWorld(World):
             self.spec.head_dim**-0.5,
             sinks=self.sinks,
             **self.scales,
+            **extras,
         )
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from planlife import CapacityLadder, PlanManager, PlanSpec, Step, StepPlan
-from planlife.testing import EmulatedGraph, record, reference_decode
+from planlife.testing import EmulatedGraph, record, reference_decode, row_errors
 
 NUM_PAGES, PAGE, MAX_PAGES = 160, 16, 40
 BIG_ERROR = 1e-2  # relative, per row, BF16
@@ -110,6 +110,7 @@ class World:
         query: torch.Tensor | None = None,
         output: torch.Tensor | None = None,
         tables: torch.Tensor | None = None,
+        **extras: Any,
     ) -> torch.Tensor:
         """One layer; its query and output are by default as many rows of the world's as the plan can take."""
         rows = self.rows if plan.route == "dummy" else plan.class_rows or plan.rows
@@ -118,7 +119,7 @@ class World:
         output = self.output[:end] if output is None else output
         tables = self.tables if tables is None else tables
         result: torch.Tensor = self.manager.pa_decode(
-            plan, output, query, self.key_cache, self.value_cache, tables, self.spec.head_dim**-0.5
+            plan, output, query, self.key_cache, self.value_cache, tables, self.spec.head_dim**-0.5, **extras
         )
         return result
 
@@ -192,14 +193,3 @@ class World:
     def assert_wrong(self, output: torch.Tensor, expected: torch.Tensor, query_length: int = 1) -> None:
         """Positive control: the comparison does see another step's work."""
         assert not (row_errors(output, expected, query_length) <= BIG_ERROR).all()
-
-
-def row_errors(output: torch.Tensor, expected: torch.Tensor, query_length: int = 1) -> torch.Tensor:
-    """float64[rows]: ||output - expected|| / ||expected||, NaN where the output has one; an empty row must be zeros."""
-    rows = output.shape[0] // query_length
-    found = output.to("cpu", torch.float64).reshape(rows, -1)
-    wanted = expected.reshape(expected.shape[0] // query_length, -1)
-    if wanted.shape[0] < rows:
-        wanted = torch.cat([wanted, wanted.new_zeros(rows - wanted.shape[0], wanted.shape[1])])
-    difference, norm = (found - wanted).norm(dim=1), wanted.norm(dim=1)
-    return torch.where(norm > 0, difference / norm, torch.where(difference == 0, 0.0, torch.inf))

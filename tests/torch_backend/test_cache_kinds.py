@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,24 +11,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planlife.errors import ConfigError
 from planlife.spec import PlanSpec
-from planlife.testing import EmulatedGraph, record, reference_decode
+from planlife.testing import (
+    LAYOUTS,
+    DecodeCase,
+    EmulatedGraph,
+    decode_cases,
+    lay_out,
+    record,
+    reference_decode,
+    row_errors,
+)
+from planlife.testing.decode_table import FP8_NAN, SCALE_FORMS, make_scale
 
-from ..cache_layouts import LAYOUTS, lay_out
-from ..lifecycle.world import row_errors
 from .test_torch_decode import Call, fall_back, make_spec
 
 FP8 = ("float8_e4m3fn", "float8_e4m3fnuz")
 #: Largest relative error of a row: rounding of the output, or of the sums for float32.
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 8e-3}
-#: How scales are handed over, by the name that a test shows.
-SCALE_KINDS = {
-    "none": "none",
-    "host number": "per_tensor",
-    "device scalar": "per_tensor",
-    "device [1]": "per_tensor",
-    "per token": "per_token",
-    "per token, 4-D": "per_token",
-}
 
 
 class KindCall(Call):
@@ -45,7 +44,7 @@ class KindCall(Call):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        kind = SCALE_KINDS[scales]
+        kind = SCALE_FORMS[scales]
         options.setdefault("q_dtype", kv_dtype if kind == "none" else "bfloat16")
         spec = make_spec(kv_dtype=kv_dtype, kv_layout=LAYOUTS[layout][0], scales=kind, **options)
         super().__init__(spec, lens, seed=seed)
@@ -54,26 +53,13 @@ class KindCall(Call):
             for position in range(length):
                 owned[self.tables[row, position // spec.page_size], position % spec.page_size] = True
         if kind != "none":  # FP8 has no infinity
-            nan = 0x7F if kv_dtype == "float8_e4m3fn" else 0x80
             for cache in (self.keys, self.values):
-                cache.view(torch.uint8)[~owned] = nan
+                cache.view(torch.uint8)[~owned] = FP8_NAN[kv_dtype]
         self.layout = layout
         self.nhd = self.keys, self.values
         self.keys, self.values = lay_out(*self.nhd, layout)
-        self.key_scale, self.value_scale = (self.make_scale(scales, owned) for _ in range(2))
+        self.key_scale, self.value_scale = (make_scale(scales, owned, spec.num_kv_heads) for _ in range(2))
         self.sinks = torch.randn(spec.num_q_heads) * 3 if sinks else None
-
-    def make_scale(self, scales: str, owned: torch.Tensor) -> Any:
-        if scales == "none":
-            return None
-        number = 0.25 + torch.rand(1).item()
-        if scales == "host number":
-            return number
-        if SCALE_KINDS[scales] == "per_tensor":
-            return torch.full((1,) if scales == "device [1]" else (), number)
-        per_token = torch.rand(owned.shape[0], self.spec.num_kv_heads, owned.shape[1]) + 0.25
-        per_token.masked_fill_(~owned[:, None], torch.nan)
-        return per_token[..., None] if scales == "per token, 4-D" else per_token
 
     def decode(self, **changed: Any) -> torch.Tensor:
         return super().decode(**{**self.extras(), **changed})
@@ -81,7 +67,7 @@ class KindCall(Call):
     def extras(self) -> dict[str, Any]:
         return {"key_scale": self.key_scale, "value_scale": self.value_scale, "sinks": self.sinks}
 
-    def reference(self, lens: torch.Tensor | None = None) -> torch.Tensor:
+    def reference(self, lens: torch.Tensor | None = None, lse: torch.Tensor | None = None) -> torch.Tensor:
         scaled = self.key_scale is not None
         return reference_decode(
             self.query,
@@ -94,68 +80,31 @@ class KindCall(Call):
             key_scale=self.key_scale if scaled else 1.0,
             value_scale=self.value_scale if scaled else 1.0,
             sinks=self.sinks,
+            lse=lse,
         )
+
+    def poisoned_lse(self) -> torch.Tensor:
+        return torch.full(self.query.shape[:2], torch.nan)
+
+    def assert_lse_matches(self, lse: torch.Tensor) -> None:
+        wanted = self.poisoned_lse()
+        self.reference(lse=wanted)
+        torch.testing.assert_close(lse, wanted, rtol=1e-5, atol=2e-5)
 
     def assert_matches(self, output: torch.Tensor, lens: torch.Tensor | None = None) -> None:
         errors = row_errors(output, self.reference(lens), self.spec.query_length)
         assert (errors <= TOLERANCE[self.spec.q_dtype]).all(), f"relative error per row: {errors.tolist()}"
 
 
-FACTORS: dict[str, tuple[Any, ...]] = {
-    "layout": tuple(LAYOUTS),
-    "kv_dtype": ("bfloat16", "float16", "float32", *FP8),
-    "scales": tuple(SCALE_KINDS),
-    "page_size": (16, 64, 128),
-    "head_dim": (64, 128, 256, 512),
-    "group": (1, 3, 8, 16),
-    "query_length": (1, 2, 6),
-    "sliding_window": (0, 1, 255, 1000),
-    "sinks": (False, True),
-    "lens": ((300, 1, 257), (0, 300, 0, 17, 0)),
-}
+def options_of(case: DecodeCase) -> dict[str, Any]:
+    """The options of a KindCall, and the case's lens and group."""
+    options = dataclasses.asdict(case)
+    del options["num_kv_heads"], options["peaked"]
+    return {**options, "max_context_tokens": case.spec().max_context_tokens}
 
 
-def can_meet(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
-    """FP8 caches have scales and others none; only FP8 ones may have a plain V."""
-    chosen = dict((one, other))
-    is_fp8 = {chosen[name] in FP8 for name in ("kv_dtype",) if name in chosen}
-    is_fp8 |= {chosen[name] != "none" for name in ("scales",) if name in chosen}
-    is_fp8 |= {True for name in ("layout",) if chosen.get(name) == "packed, plain V"}
-    return len(is_fp8) < 2
-
-
-def all_pairs() -> set[frozenset[tuple[str, Any]]]:
-    return {
-        frozenset(((a, x), (b, y)))
-        for a, b in itertools.combinations(FACTORS, 2)
-        for x in FACTORS[a]
-        for y in FACTORS[b]
-        if can_meet((a, x), (b, y))
-    }
-
-
-def pairwise_table() -> list[dict[str, Any]]:
-    """Cases that hold every pair of values that can meet, found greedily."""
-    left, cases = all_pairs(), []
-    while left:
-        case = dict(min(left, key=lambda pair: sorted(map(repr, pair))))
-        for name in FACTORS:
-            if name not in case:
-                case[name] = max(
-                    (value for value in FACTORS[name] if all(can_meet((name, value), item) for item in case.items())),
-                    key=lambda value: sum(frozenset(((name, value), item)) in left for item in case.items()),
-                )
-        left -= {frozenset(pair) for pair in itertools.combinations(case.items(), 2)}
-        cases.append(case)
-    return cases
-
-
-TABLE = pairwise_table()
-
-
-def test_the_table_has_every_pair_of_values_that_can_meet():
-    held = {frozenset(pair) for case in TABLE for pair in itertools.combinations(case.items(), 2)}
-    assert held == all_pairs()
+#: The table of decode_cases, for kernels that are called without a manager.
+TABLE = [options_of(case) for case in decode_cases()]
 
 
 @pytest.mark.parametrize("case", TABLE, ids=lambda case: ", ".join(map(str, case.values())))
@@ -163,10 +112,14 @@ def test_every_combination_of_two_options_equals_the_reference(case):
     options = dict(case)
     lens, group = options.pop("lens"), options.pop("group")
     call = KindCall(lens, num_q_heads=group * 2, num_kv_heads=2, **options)
-    call.assert_matches(call.decode())
+    lse = call.poisoned_lse()
+    call.assert_matches(call.decode(lse=lse))
+    call.assert_lse_matches(lse)
     call.output.fill_(torch.nan)
-    fall_back(call, **call.extras())
+    lse.fill_(torch.nan)
+    fall_back(call, **call.extras(), lse=lse)
     call.assert_matches(call.output)
+    call.assert_lse_matches(lse)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -313,19 +266,6 @@ def test_empty_rows_are_zero_whatever_the_sinks_are(odd):
 def test_sinks_of_any_float_type_are_taken(dtype):
     call = KindCall((300, 17), sinks=True)
     call.sinks = call.sinks.to(dtype)
-    call.assert_matches(call.decode())
-
-
-def test_one_very_long_row_among_short_ones_is_split_over_all_compute_units():
-    """C43, with one KV head of 16 dimensions so that it stays quick."""
-    lens = (*[257] * 15, 200_000, *[257] * 16)
-    call = KindCall(
-        lens, num_q_heads=1, num_kv_heads=1, head_dim=16, page_size=256, max_context_tokens=200_000, workgroup_budget=72
-    )
-    assert call.plan.capacity == 72
-    tasks = call.plan.reduce_info[:, 1]
-    assert tasks[15] == 8  # all that max_partitions allows: the compute units
-    assert (tasks[torch.arange(32) != 15] >= 1).all()
     call.assert_matches(call.decode())
 
 

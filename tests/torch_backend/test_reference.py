@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -40,6 +42,27 @@ def test_a_window_keeps_only_the_newest_keys():
 def test_a_context_shorter_than_the_query_leaves_its_leading_tokens_zero():
     assert one_row(1, torch.zeros(3, PAGE, 1, DIM), query_length=3).tolist() == [0.0, 0.0, 1.0]
     assert one_row(0, torch.zeros(3, PAGE, 1, DIM)).tolist() == [0.0]
+
+
+def test_the_lse_is_the_log_of_what_the_weights_are_divided_by():
+    keys = torch.zeros(3, PAGE, 1, DIM)
+    keys[1, 1] = 0.5  # token 5: a logit of 1 for a query of ones
+    for dtype in (torch.float64, torch.float32):
+        lse = torch.full((2, 2), torch.nan, dtype=dtype)
+        one_row(6, keys, query_length=2, lse=lse)
+        wanted = torch.tensor([5.0, 5.0 + math.e]).log()[:, None].expand(-1, 2).to(dtype)
+        torch.testing.assert_close(lse, wanted)
+        one_row(6, keys, query_length=2, sinks=torch.tensor([1.0, 0.0]), lse=lse)
+        torch.testing.assert_close(lse[1], torch.tensor([5 + 2 * math.e, 6 + math.e], dtype=dtype).log())
+
+
+def test_the_lse_of_what_sees_nothing_is_minus_infinity_whatever_the_sinks_are():
+    lse = torch.full((3, 2), torch.nan)
+    one_row(1, torch.zeros(3, PAGE, 1, DIM), query_length=3, sinks=torch.tensor([2.0, 3.0]), lse=lse)
+    assert lse[:2].tolist() == [[-math.inf] * 2] * 2
+    assert lse[2].isfinite().all()
+    one_row(0, torch.zeros(3, PAGE, 1, DIM), query_length=3, lse=lse)
+    assert (lse == -math.inf).all()
 
 
 def test_both_layouts_are_the_same_cache():

@@ -30,6 +30,7 @@ def good_call(**changed: Any) -> dict[str, Any]:
         "key_scale": None,
         "value_scale": None,
         "sinks": None,
+        "lse": None,
         **changed,
     }
 

@@ -75,6 +75,7 @@ class Call:
             "key_scale": None,
             "value_scale": None,
             "sinks": None,
+            "lse": None,
             **changed,
         }
         self.backend.decode(**call)

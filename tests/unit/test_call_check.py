@@ -25,6 +25,7 @@ ORDER = (
     "key_scale",
     "value_scale",
     "sinks",
+    "lse",
 )
 
 
@@ -60,6 +61,7 @@ def good_call(**changed: Any) -> dict[str, Any]:
         "key_scale": None,
         "value_scale": None,
         "sinks": None,
+        "lse": None,
         **changed,
     }
 
@@ -131,6 +133,15 @@ WRONG = {
     ),
     "sinks of another shape": ({"sinks": FakeTensor(7, "float32")}, r"sinks' shape is \[7\], wanted \[8\]"),
     "sinks on another device": ({"sinks": FakeTensor(8, "float32", "cpu")}, "sinks' device is cpu"),
+    "lse of another dtype": ({"lse": FakeTensor((5, 8), "bfloat16")}, "lse's dtype is bfloat16, wanted float32"),
+    "lse of another shape": ({"lse": FakeTensor((5, 2), "float32")}, r"lse's shape is \[5, 2\], wanted \[5, 8\]"),
+    "lse of the class's rows": ({"lse": FakeTensor((8, 8), "float32")}, r"lse's shape is \[8, 8\], wanted \[5, 8\]"),
+    "lse with heads first": (
+        {"lse": FakeTensor((5, 8), "float32", strides=(1, 5))},
+        "lse's contiguity is False, wanted True",
+    ),
+    "lse on another device": ({"lse": FakeTensor((5, 8), "float32", "cpu")}, "lse's device is cpu, wanted the manager"),
+    "lse that is no tensor": ({"lse": True}, r"lse is True \(bool\), wanted a tensor"),
 }
 
 
@@ -159,6 +170,7 @@ RIGHT = {
     "tables with more rows and columns": {"block_tables": FakeTensor((9, 99))},
     "an int scale": {"softmax_scale": 1},
     "sinks": {"sinks": FakeTensor(8, "float32")},
+    "lse": {"lse": FakeTensor((5, 8), "float32")},
 }
 
 
@@ -189,10 +201,31 @@ def test_true_is_not_taken_for_a_scale_of_one_that_passed():
 def test_query_rows_count_in_steps_of_the_query_length():
     checker = checker_of(make_spec(query_length=3))
     check(checker, good_call(query=bf16(15, 8, 64), output=bf16(15, 8, 64)))
-    with pytest.raises(ConfigError, match=r"query's shape is \[16, 8, 64\], wanted \[rows \* 3, 8, 64\]"):
+    with pytest.raises(ConfigError, match=r"query's shape is \[16, 8, 64\], wanted \[rows \* 3, 8, 64\]") as refused:
         check(checker, good_call(query=bf16(16, 8, 64), output=bf16(16, 8, 64)))
+    assert "non-uniform query lengths are not served: " in str(refused.value)
+    with pytest.raises(ConfigError, match=r"query's shape is \[16, 4, 64\]") as refused:  # other heads: another fault
+        check(checker, good_call(query=bf16(16, 4, 64), output=bf16(16, 4, 64)))
+    assert "non-uniform" not in str(refused.value)
     with pytest.raises(ConfigError, match="row count is 9"):
         check(checker, good_call(query=bf16(27, 8, 64), output=bf16(27, 8, 64)))
+
+
+@pytest.mark.parametrize(
+    "changed", [{"value_cache": bf16(10, 16, 2, 48)}, {"output": bf16(5, 8, 48)}], ids=["value cache", "output"]
+)
+def test_values_of_another_head_dim_than_the_keys_are_told_by_their_name(changed):
+    with pytest.raises(ConfigError, match=r"MLA \(values of another head_dim than the keys\) is not served: .*kernel"):
+        check(checker_of(), good_call(**changed))
+    for plain in (
+        {"value_cache": bf16(10, 16, 4, 64)},
+        {"value_cache": bf16(0, 16, 2, 64)},
+        {"key_cache": bf16(10, 16, 2, 48)},
+        {"output": bf16(6, 8, 64)},
+    ):
+        with pytest.raises(ConfigError, match="shape") as refused:
+            check(checker_of(), good_call(**plain))
+        assert "MLA" not in str(refused.value)
 
 
 def test_tensors_that_passed_for_one_plan_are_checked_against_the_next():

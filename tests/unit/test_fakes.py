@@ -32,8 +32,8 @@ class World:
         self.backend.refresh(self.plan, self.lens, len(self.lens))
 
     def decode(self) -> None:
-        no_scales: tuple[Any, ...] = (None, None, None)
-        self.backend.decode(self.plan, self.arena, self.output, self.output, None, None, None, 1.0, *no_scales)
+        nothing: tuple[Any, ...] = (None,) * 4  # scales, sinks and lse
+        self.backend.decode(self.plan, self.arena, self.output, self.output, None, None, None, 1.0, *nothing)
 
 
 def test_a_decode_shows_the_lengths_in_its_tables():

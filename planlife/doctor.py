@@ -1,0 +1,531 @@
+"""What is installed, what is visible, and what each backend says about each site: gathered, not printed.
+
+Every question to the machine goes through `Machine`, and one that raises becomes a line of `Diagnosis.wrong`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module, metadata, util
+from pathlib import Path
+from typing import Any, TypeVar
+
+from . import __version__
+from .configuration import (
+    BACKENDS,
+    FALLBACKS,
+    absence_reasons,
+    auto_backend,
+    backend_reasons,
+    check_choice,
+    fallback_absence_reasons,
+    fallback_reasons,
+    resolve_device,
+)
+from .device import Device
+from .errors import PlanlifeError
+from .estimate import estimate
+from .sites import Sites
+from .spec import PlanSpec, check_int
+from .visibility import read_visibility
+
+_Answer = TypeVar("_Answer")
+
+#: Names under which a module's distribution may be installed.
+_DISTRIBUTIONS = {"triton": ("triton", "pytorch-triton-rocm", "pytorch-triton"), "aiter": ("amd-aiter", "aiter")}
+_DEVELOPERS_EXTRAS = ("test", "dev")
+#: Extras that only one platform has a use for; torch for ROCm brings its own Triton.
+_EXTRAS_OF_A_PLATFORM = {"triton": "cuda", "rocm": "rocm"}
+_REQUIREMENT = re.compile(r"([\w.-]+)(?:>=([\d.]+))?\s*(?:;\s*extra\s*==\s*[\"']([\w-]+)[\"'])?")
+_AITER_PLANNER = "ops/flydsl/pa_decode.py"
+_UNRELATED_AITER = (
+    "this is PyPI's asyncio package of that name, not ROCm's kernel library: pip uninstall aiter. ROCm's comes with "
+    "the ROCm images"
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the doctor asks of process and machine. Tests hand in another; any of these may raise.
+
+    version: of a distribution by name, else PackageNotFoundError. requirements: of the installed planlife.
+    package_folder: of a module that could be imported, without importing it. read_text: of a file in /proc or /sys.
+    """
+
+    environ: Mapping[str, str]
+    version: Callable[[str], str]
+    requirements: Callable[[], Sequence[str]]
+    package_folder: Callable[[str], Path | None]
+    import_torch: Callable[[], Any]
+    read_text: Callable[[str], str]
+    allowed_cpus: Callable[[], Set[int]]
+    resolve_device: Callable[[Any], Device]
+
+    @classmethod
+    def here(cls) -> Machine:
+        """This process on this machine."""
+        return cls(
+            environ=os.environ,
+            version=metadata.version,
+            requirements=lambda: metadata.requires("planlife") or [],
+            package_folder=_package_folder,
+            import_torch=lambda: import_module("torch"),
+            read_text=lambda path: Path(path).read_text(encoding="utf-8", errors="replace"),
+            allowed_cpus=lambda: os.sched_getaffinity(0),
+            resolve_device=resolve_device,
+        )
+
+
+@dataclass(frozen=True)
+class Software:
+    """version: None = not installed. note: what it is built for, or what to install."""
+
+    name: str
+    version: str | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One visible device; None is what nobody could tell.
+
+    index: as torch counts. physical: as the machine counts, where variables renumber. arch: "sm_90", "gfx942".
+    """
+
+    index: int
+    physical: str | None
+    name: str
+    arch: str
+    num_compute_units: int
+    total_bytes: int
+    free_bytes: int | None
+    pci_address: str | None
+    numa_node: int | None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one backend, or one named fallback, says. reasons: everything against; empty = it can serve the site."""
+
+    name: str
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SiteAnswer:
+    """worst_case_bytes, min_budget_bytes: of this site alone with the chosen backend; None if that is not here."""
+
+    site: str
+    backends: tuple[Verdict, ...]
+    fallbacks: tuple[Verdict, ...]
+    worst_case_bytes: int | None
+    min_budget_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What the doctor found.
+
+    platform: what torch is built for: "cuda", "rocm", "cpu", or "unknown" where there is no torch to ask.
+    device: the one that the sites were asked about, None if it is refused. backend: the chosen one, which "auto" is
+    resolved to. worst_case_bytes, min_budget_bytes: of all sites that it serves together.
+    numa_nodes: of the machine. cpu_nodes: of the CPUs that this process may run on.
+    notes: what is worth knowing. wrong: what is wrong with the machine or its settings. refused: what was asked for
+    and cannot work.
+    """
+
+    software: tuple[Software, ...]
+    platform: str
+    driver: str | None
+    gpus: tuple[Gpu, ...]
+    numa_nodes: tuple[int, ...]
+    cpu_nodes: tuple[int, ...]
+    device: str | None
+    backend: str | None
+    sites: tuple[SiteAnswer, ...]
+    worst_case_bytes: int | None
+    min_budget_bytes: int | None
+    notes: tuple[str, ...]
+    wrong: tuple[str, ...]
+    refused: tuple[str, ...]
+
+    def to_json(self) -> str:
+        """All fields as one JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+
+def diagnose(
+    sites: Sites,
+    *,
+    device: Any = None,
+    backend: str = "auto",
+    fallback: str | None = None,
+    ubatches: int = 1,
+    machine: Machine | None = None,
+) -> Diagnosis:
+    """Ask everything. The arguments are PlanManager's; machine: None = this one.
+
+    Raises ConfigError for arguments that mean nothing. Capture: no. Syncs: no. Allocates: a context on each GPU.
+    """
+    check_choice("backend", backend, ("auto", *BACKENDS))
+    if fallback is not None:
+        check_choice("fallback", fallback, FALLBACKS)
+    check_int("ubatches", ubatches, at_least=1)
+    return _Examination(machine or Machine.here()).of(sites, device, backend, fallback, ubatches)
+
+
+class _Examination:
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._notes: list[str] = []
+        self._wrong: list[str] = []
+        self._refused: list[str] = []
+
+    def of(self, sites: Sites, device: Any, backend: str, fallback: str | None, ubatches: int) -> Diagnosis:
+        torch = self._ask("importing torch", None, self._machine.import_torch)
+        kind = self._ask("what torch is built for", "unknown", _platform, torch)
+        software = self._software(torch, kind)
+        driver = self._driver()
+        gpus = self._gpus(torch, kind, driver)
+        numa_nodes, cpu_nodes = self._numa(gpus)
+        asked, refusal = self._device(device)
+        chosen = self._choose(backend, sites, asked)
+
+        def bytes_of(part: Sites, refused: Collection[str] = ()) -> tuple[int | None, int | None]:
+            if chosen is None or asked is None or absence_reasons(chosen):
+                return None, None
+            try:
+                what = estimate(part, ubatches=ubatches, backend=chosen, device=asked, refused=refused)
+            except Exception as error:
+                self._wrong.append(f"the bytes of backend {chosen} failed: {_one_line(error)}")
+                return None, None
+            return what.worst_case_bytes, what.min_budget_bytes
+
+        answers = []
+        for site, spec in sites.specs.items():
+            backends = self._verdicts("backend", BACKENDS, absence_reasons, backend_reasons, spec, asked, refusal)
+            fallbacks = self._verdicts(
+                "fallback", FALLBACKS, fallback_absence_reasons, fallback_reasons, spec, asked, refusal
+            )
+            answers.append(SiteAnswer(site, backends, fallbacks, *bytes_of(_alone(sites, site))))
+        refused = [one.site for one in answers if chosen is None or _reasons(one.backends, chosen)]
+        is_served = len(refused) < len(answers)
+        worst_case_bytes, min_budget_bytes = bytes_of(sites, refused) if is_served else (None, None)
+        if asked is not None:
+            self._refuse_what_cannot_work(answers, backend, chosen, fallback)
+        return Diagnosis(
+            software,
+            kind,
+            driver,
+            gpus,
+            numa_nodes,
+            cpu_nodes,
+            asked.name if asked else None,
+            chosen,
+            tuple(answers),
+            worst_case_bytes,
+            min_budget_bytes,
+            tuple(self._notes),
+            tuple(dict.fromkeys(self._wrong)),  # a probe that is asked for each site fails for each
+            tuple(self._refused),
+        )
+
+    def _ask(self, what: str, otherwise: _Answer, probe: Callable[..., _Answer], *arguments: object) -> _Answer:
+        """The probe's answer; one that raises becomes a line, and the answer is `otherwise`."""
+        try:
+            return probe(*arguments)
+        except Exception as error:
+            self._wrong.append(f"{what} failed: {_one_line(error)}")
+            return otherwise
+
+    def _version(self, name: str) -> str | None:
+        for distribution in _DISTRIBUTIONS.get(name, (name,)):
+            try:
+                return self._machine.version(distribution)
+            except metadata.PackageNotFoundError:
+                continue
+        return None
+
+    def _software(self, torch: Any, kind: str) -> tuple[Software, ...]:
+        found = {
+            "planlife": Software("planlife", __version__),
+            "python": Software("python", platform.python_version()),
+            "torch": self._ask("the version of torch", None, _torch_software, torch) or self._installed("torch"),
+            "aiter": self._ask("looking for aiter", Software("aiter", None), self._aiter, kind),
+        }
+        for name in ("triton", "flydsl", "cachetools"):
+            found[name] = self._installed(name)
+        if kind != "rocm" and found["flydsl"].version is None:
+            found["flydsl"] = replace(found["flydsl"], note="for AMD GPUs only")
+        requirements: Sequence[tuple[str, str, str]] = ()
+        requirements = self._ask("reading planlife's requirements", requirements, self._requirements)
+        for package, at_least, extra in requirements:
+            if package == "planlife" or extra in _DEVELOPERS_EXTRAS:
+                continue
+            if _EXTRAS_OF_A_PLATFORM.get(extra, kind) != kind:
+                continue
+            one = found.setdefault(package, self._installed(package))
+            if package == "torch":  # pip would take a build for other devices
+                way_out = f"install a torch >= {at_least} built for this machine"
+            else:
+                way_out = f"pip install 'planlife[{extra}]'" if extra else f"pip install '{package}>={at_least}'"
+            if one.version is None:
+                found[package] = replace(one, note=way_out)
+            elif _release(one.version) < _release(at_least):
+                self._wrong.append(f"{package} {one.version} is older than {at_least}: {way_out}")
+        return tuple(found.values())
+
+    def _installed(self, name: str) -> Software:
+        return Software(name, self._ask(f"the version of {name}", None, self._version, name))
+
+    def _requirements(self) -> Sequence[tuple[str, str, str]]:
+        """(package, least version, extra) of each requirement."""
+        try:
+            lines = self._machine.requirements()
+        except metadata.PackageNotFoundError:
+            self._notes.append("planlife is not installed, only on the path: what its extras need is not known")
+            return ()
+        matches = (_REQUIREMENT.match(line) for line in lines)
+        return [(match[1], match[2] or "", match[3] or "") for match in matches if match]
+
+    def _aiter(self, kind: str) -> Software:
+        """Told apart by its files: importing either of the two would have effects."""
+        folder = self._machine.package_folder("aiter")
+        if folder is None:
+            there = "it comes with the ROCm images (PyPI's aiter is another project)"
+            return Software("aiter", None, there if kind == "rocm" else "for AMD GPUs only")
+        version = self._version("aiter") or "of unknown version"
+        planner = folder / _AITER_PLANNER
+        if not (folder / "ops").is_dir():
+            if kind == "rocm":
+                self._wrong.append(f"aiter {version} in {folder}: {_UNRELATED_AITER}")
+            return Software("aiter", version, "PyPI's asyncio package, not ROCm's")
+        if not planner.is_file():
+            return Software("aiter", version, f"ROCm's, without {_AITER_PLANNER}: too old for work plans")
+        if not re.search(r"^def plan_pa_decode\b", planner.read_text(encoding="utf-8", errors="replace"), re.M):
+            return Software("aiter", version, f"ROCm's, but {_AITER_PLANNER} has no plan_pa_decode: too old, or a fork")
+        return Software("aiter", version, "ROCm's, with plan_pa_decode")
+
+    def _text(self, path: str) -> str | None:
+        """A file in /proc or /sys; None where there is none, which says nothing is wrong."""
+        try:
+            return self._machine.read_text(path)
+        except FileNotFoundError:
+            return None
+
+    def _driver(self) -> str | None:
+        """The kernel driver's version, of whichever vendor's is loaded."""
+        for vendor, path in (("NVIDIA", "/proc/driver/nvidia/version"), ("amdgpu", "/sys/module/amdgpu/version")):
+            text = self._ask(f"reading {path}", None, self._text, path)
+            if text is None:
+                continue
+            number = re.search(r"\d+(?:\.\d+)+", text)
+            return f"{vendor} {number[0] if number else text.strip()}"
+        return None
+
+    def _gpus(self, torch: Any, kind: str, driver: str | None) -> tuple[Gpu, ...]:
+        visible = read_visibility(self._machine.environ, kind)
+        self._notes.extend(visible.notes)
+        self._wrong.extend(visible.wrong)
+        if torch is None or kind not in ("cuda", "rocm"):
+            if driver and kind == "cpu":
+                self._wrong.append(
+                    f"this torch is a CPU build, and the machine has the driver {driver}: install a torch for its GPUs"
+                )
+            return ()
+        count = self._ask("counting GPUs", 0, _num_gpus, torch)
+        if not count and driver and not visible.wrong:
+            self._wrong.append(
+                f"torch is built for GPUs and sees none, although the driver {driver} is loaded: compare its version "
+                "with what torch is built for, and see whether this process may open the device files"
+            )
+        if count and visible.physical is not None and len(visible.physical) != count:
+            self._wrong.append(
+                f"the variables name {len(visible.physical)} devices and torch sees {count}: some are not on this "
+                "machine, or not in this container"
+            )
+        physical = visible.physical if visible.physical is not None and len(visible.physical) == count else None
+        found = (self._ask(f"GPU {index}", None, self._gpu, torch, kind, index, physical) for index in range(count))
+        return tuple(gpu for gpu in found if gpu is not None)
+
+    def _gpu(self, torch: Any, kind: str, index: int, physical: tuple[str, ...] | None) -> Gpu:
+        properties = torch.cuda.get_device_properties(index)
+        if kind == "rocm":
+            arch = str(properties.gcnArchName).partition(":")[0]
+        else:
+            arch = f"sm_{properties.major}{properties.minor}"
+        no_memory: tuple[int | None, int | None] = (None, None)
+        free_bytes, _ = self._ask(f"the free memory of GPU {index}", no_memory, torch.cuda.mem_get_info, index)
+        address = _pci_address(properties)
+        node = self._ask(f"the NUMA node of {address}", None, self._numa_node, address) if address else None
+        return Gpu(
+            index,
+            None if physical is None else physical[index],
+            str(properties.name),
+            arch,
+            int(properties.multi_processor_count),
+            int(properties.total_memory),
+            free_bytes,
+            address,
+            node,
+        )
+
+    def _numa_node(self, address: str) -> int | None:
+        text = self._text(f"/sys/bus/pci/devices/{address}/numa_node")
+        node = -1 if text is None else int(text)
+        return node if node >= 0 else None  # -1: the firmware does not tell
+
+    def _nodes(self) -> tuple[int, ...]:
+        return _ranges(self._text("/sys/devices/system/node/online") or "")
+
+    def _cpus_of(self, node: int) -> Set[int]:
+        return set(_ranges(self._text(f"/sys/devices/system/node/node{node}/cpulist") or ""))
+
+    def _numa(self, gpus: Sequence[Gpu]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(nodes of the machine, nodes of the CPUs that this process may use), and what does not fit the GPUs."""
+        nodes: tuple[int, ...] = ()
+        nodes = self._ask("the NUMA nodes", nodes, self._nodes)
+        if not nodes:
+            return (), ()  # not Linux, or a kernel without NUMA
+        none: Set[int] = frozenset()
+        allowed = self._ask("the CPUs of this process", none, self._machine.allowed_cpus)
+        cpus = [self._ask(f"the CPUs of NUMA node {node}", none, self._cpus_of, node) for node in nodes]
+        ours = tuple(node for node, of_node in zip(nodes, cpus, strict=True) if allowed & of_node)
+        if len(nodes) == 1:
+            return nodes, ours
+        lost = [gpu.index for gpu in gpus if gpu.numa_node is None]
+        if lost:
+            self._wrong.append(
+                f"the machine has {len(nodes)} NUMA nodes, and nothing tells that of GPU {_listed(lost)}: a launcher "
+                "that binds ranks by it puts them all on one node. Give it the nodes by hand"
+            )
+        if ours:
+            far = [f"GPU {gpu.index} is on node {gpu.numa_node}" for gpu in gpus if gpu.numa_node not in (None, *ours)]
+            if far:
+                self._wrong.append(
+                    f"this process is bound to the CPUs of NUMA node {_listed(ours)}, and {', '.join(far)}: bind it to "
+                    "the node of the GPU that it uses"
+                )
+        return nodes, ours
+
+    def _device(self, device: Any) -> tuple[Device | None, str]:
+        """The device that a manager would get, or why it would get none."""
+        try:
+            return self._machine.resolve_device(device), ""
+        except PlanlifeError as error:
+            refusal = _one_line(error, with_type=False)
+        except Exception as error:
+            refusal = f"device={device!r} failed: {_one_line(error)}"
+        self._refused.append(refusal)
+        return None, refusal.rstrip(".")
+
+    def _choose(self, backend: str, sites: Sites, device: Device | None) -> str | None:
+        if backend != "auto":
+            return backend
+        if device is None:
+            return None
+        return self._ask("choosing a backend", None, auto_backend, sites.specs, device)
+
+    def _verdicts(
+        self,
+        what: str,
+        names: Sequence[str],
+        absence: Callable[[str], Sequence[str]],
+        ask: Callable[[str, PlanSpec, Device], Sequence[str]],
+        spec: PlanSpec,
+        device: Device | None,
+        refusal: str,
+    ) -> tuple[Verdict, ...]:
+        verdicts = []
+        for name in names:
+            try:
+                reasons = [*absence(name), refusal] if device is None else ask(name, spec, device)
+            except Exception as error:
+                reasons = [f"asking {what} {name} failed: {_one_line(error)}"]
+                self._wrong.extend(reasons)
+            verdicts.append(Verdict(name, tuple(reasons)))
+        return tuple(verdicts)
+
+    def _refuse_what_cannot_work(
+        self, answers: Sequence[SiteAnswer], backend: str, chosen: str | None, fallback: str | None
+    ) -> None:
+        """A named backend and a named fallback must take every site; of "auto" and a fallback one must."""
+        for one in answers:
+            against = _reasons(one.backends, chosen) if chosen else ("none could be chosen",)
+            against_fallback = _reasons(one.fallbacks, fallback) if fallback else ()
+            if against_fallback:
+                self._refused.append(f"site {one.site}: fallback {fallback}: {'; '.join(against_fallback)}")
+            if against and (backend != "auto" or fallback is None):
+                self._refused.append(f"site {one.site}: backend {chosen or backend}: {'; '.join(against)}")
+
+
+def _package_folder(name: str) -> Path | None:
+    spec = util.find_spec(name)  # of a top-level name: imports nothing
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(places[0]) if places else None
+
+
+def _platform(torch: Any) -> str:
+    if torch is None:
+        return "unknown"
+    return "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
+
+
+def _num_gpus(torch: Any) -> int:
+    return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
+
+
+def _torch_software(torch: Any) -> Software | None:
+    if torch is None:
+        return None
+    hip, cuda = torch.version.hip, torch.version.cuda
+    built_for = f"built for ROCm {hip}" if hip else f"built for CUDA {cuda}" if cuda else "CPU build"
+    return Software("torch", str(torch.__version__), built_for)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """ "2.13.0+cpu" -> (2, 13, 0): enough to compare with a least version."""
+    numbers = [int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3]]
+    return tuple(numbers + [0] * (3 - len(numbers)))
+
+
+def _pci_address(properties: Any) -> str | None:
+    """ "0000:1b:00.0", where this torch tells it."""
+    if not hasattr(properties, "pci_bus_id"):
+        return None
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+
+
+def _ranges(text: str) -> tuple[int, ...]:
+    """ "0-2,5" -> (0, 1, 2, 5), as /sys writes sets."""
+    numbers: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        numbers.extend(range(int(first), int(last or first) + 1))
+    return tuple(numbers)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _one_line(error: Exception, *, with_type: bool = True) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if with_type else text
+
+
+def _reasons(verdicts: Sequence[Verdict], name: str) -> tuple[str, ...]:
+    return next(one.reasons for one in verdicts if one.name == name)
+
+
+def _alone(sites: Sites, site: str) -> Sites:
+    """One site with plans of its own, which have the numbers of those that it would share."""
+    spec = sites.specs[site]
+    owner = spec if spec.plan_of is None else sites.specs[spec.plan_of]
+    own = replace(spec, plan_of=None, max_partitions=owner.max_partitions, workgroup_budget=owner.workgroup_budget)
+    return Sites({site: own}, {site: sites.ladders[site]})
