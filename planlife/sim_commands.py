@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .sim.fitting import Choice
     from .sim.policy import Policy
     from .sim.result import PolicyResult
+    from .spec import PlanSpec
 
 #: Arguments of the library that the command line spells with dashes.
 RENAMED_OPTIONS = ("max_rows", "kv_tokens", "prefill_tokens", "draft_tokens", "max_context_tokens", "num_compute_units")
@@ -104,6 +105,10 @@ _TRACE_OPTIONS = _options(
 )  # fmt: skip
 
 _SPEC_OPTIONS = _options(
+    click.option(
+        "--sites", "sites_path", type=click.Path(), metavar="FILE",
+        help="Sites as JSON, as for planlife doctor, instead of the one shape below; their ladders are not used.",
+    ),
     click.option("--q-heads", type=click.IntRange(min=1), default=32, show_default=True, help="Query heads per rank."),
     click.option("--kv-heads", type=click.IntRange(min=1), default=8, show_default=True, help="KV heads per rank."),
     click.option("--head-dim", type=click.IntRange(min=1), default=128, show_default=True, help="Head dimension."),
@@ -144,6 +149,19 @@ def _progress(total: int, text: str) -> Iterator[Callable[..., None]]:
         yield update
 
 
+def _specs_from(path: str, names: Sequence[str], trace: str) -> dict[str, PlanSpec]:
+    """The specs of a file of sites that a log names; a request trace has one site, whatever it is called."""
+    from .sites import read_sites
+
+    specs = read_sites(path).specs
+    if names == ["default"] and len(specs) == 1:
+        return {"default": next(iter(specs.values()))}
+    missing = [name for name in names if name not in specs]
+    if missing:
+        raise ConfigError(f"trace {trace!r} has site {missing[0]!r}; {path!r} has {', '.join(map(repr, specs))}.")
+    return {name: specs[name] for name in names}
+
+
 class _Case:
     """What the trace and spec options of a command amount to: the steps, their survey and the spec."""
 
@@ -174,16 +192,20 @@ class _Case:
         self.engine_name: str = options["engine"]
         self.ubatches: int = options["ubatches"] or self.survey.ubatches
         self.num_compute_units: int = options["num_compute_units"]
+        self.query_length = options["draft_tokens"] + 1
+        names = list(self.survey.sites) or ["default"]
+        if options["sites_path"] is not None:
+            self.sites = _specs_from(options["sites_path"], names, trace)
+            return
         spec = PlanSpec(
             options["q_heads"],
             options["kv_heads"],
             options["head_dim"],
             options["page_size"],
             max_context_tokens=options["max_context_tokens"],
-            query_length=options["draft_tokens"] + 1,
+            query_length=self.query_length,
         )
-        self.query_length = spec.query_length
-        self.sites = dict.fromkeys(self.survey.sites or ("default",), spec)
+        self.sites = dict.fromkeys(names, spec)
 
     def lead(self) -> str:
         """What was read, in a sentence."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import random
 import time
 import tracemalloc
@@ -291,3 +292,11 @@ def test_memory_does_not_grow_with_the_length_of_the_log(monkeypatch):
     finally:
         tracemalloc.stop()
     assert run.finish().service["evictions"] > 1000
+
+
+def test_a_stall_that_is_only_simulated_is_not_logged(caplog):
+    with caplog.at_level(logging.INFO, "planlife"):
+        run_policy([StepBlock([0], [3])], Policy("cold", CapacityLadder([4]), warm=False), setting())
+        assert caplog.records == []
+        logging.getLogger("planlife").info("still there")
+    assert [record.message for record in caplog.records] == ["still there"]

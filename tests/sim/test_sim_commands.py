@@ -119,6 +119,47 @@ def test_options_reach_the_simulated_engine():
     assert rows("--cost", "compile_us=7")["costs"]["compile_us"] == 7
 
 
+def test_sites_may_come_from_a_file(tmp_path):
+    sites, log = tmp_path / "sites.json", tmp_path / "log"
+    shape = {
+        "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32, "page_size": 16, "max_context_tokens": 512, "ladder": [8],
+    }  # fmt: skip
+    sites.write_text(json.dumps({"target": shape}))
+    options = ("--json", "--policy", "powers")
+    given = good("simulate", "--trace", AZURE, "--sites", str(sites), *options).stdout
+    spelled = ("--q-heads", "4", "--kv-heads", "2", "--head-dim", "32", "--max-context-tokens", "512")
+    assert given == good("simulate", "--trace", AZURE, *spelled, *options).stdout
+    sites.write_text(json.dumps({"target": shape, "draft": {**shape, "lane": "draft"}, "unused": shape}))
+    with StepLogWriter(log) as writer:
+        writer.add(0, 3, "target")
+        writer.add(0, 3, "draft")
+    assert json.loads(good("simulate", "--trace", str(log), "--sites", str(sites), *options).stdout)["sites"] == [
+        "target", "draft",
+    ]  # fmt: skip
+    sites.write_text(json.dumps({"target": shape, "other": shape}))
+    assert "'draft'" in refused("simulate", "--trace", str(log), "--sites", str(sites))
+    sites.write_text(json.dumps({"target": shape, "draft": {**shape, "plan_of": "target"}}))
+    assert "drop plan_of of draft" in refused("simulate", "--trace", str(log), "--sites", str(sites))
+
+
+def test_the_commands_on_the_page_about_operating_are_commands():
+    """Their options exist and take these values; the traces they name are not part of the project."""
+    text = (DATA.parents[1] / "docs" / "operating.md").read_text()
+    commands = re.findall(r"^planlife (.+)$", "".join(re.findall(r"^```sh\n(.*?)^```$", text, re.M | re.S)), re.M)
+    assert len(commands) == 4
+    for line in commands:
+        name, *arguments = shlex.split(line)
+        found = command.get_command(click.Context(command), name)
+        assert found is not None, line
+        found.make_context(name, arguments)
+    for option in re.findall(r"`(--[a-z-]+)", text):
+        assert any(
+            option in parameter.opts + parameter.secondary_opts
+            for name in ("simulate", "fit-ladder", "report")
+            for parameter in command.get_command(click.Context(command), name).params
+        ), option
+
+
 def test_step_times_may_come_from_a_file(tmp_path):
     times = tmp_path / "times.json"
     times.write_text('{"step_us": 10000}')
