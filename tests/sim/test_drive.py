@@ -115,6 +115,21 @@ def test_folding_changes_no_figure(name):
         assert left == right
 
 
+def test_folding_changes_no_figure_of_random_policies():
+    chance = random.Random(11)
+    for seed in range(60):
+        shapes = [replace(SPEC, num_kv_heads=chance.choice([1, 2, 4]), head_dim=chance.choice([16, 64])) for _ in "abc"]
+        lanes = chance.choice([("main", "main", "main"), ("main", "other", "other"), ("a", "b", "c")])
+        sites = {f"site {lane}{i}": replace(shapes[i], lane=lane) for i, lane in enumerate(lanes)}
+        where = setting(sites=sites, ubatches=chance.randint(1, 2))
+        classes = [*chance.sample(range(1, 24), chance.randint(1, 6)), 24]
+        captured = tuple(chance.sample(classes, chance.randint(0, 2)))
+        policy = Policy("random", CapacityLadder(classes), captured, warm=chance.random() < 0.6)
+        policy = replace(policy, budget_bytes=budget_for(policy, where, chance.random()))
+        blocks = busy_blocks(seed, 300, sites=tuple(sites), ubatches=where.ubatches)
+        assert run_policy(blocks, policy, where) == run_policy(blocks, policy, replace(where, fold=False)), policy
+
+
 def test_folding_does_meet_evictions_fallbacks_and_skipped_work():
     """Positive control: the variants above are not all trivial."""
     seen: dict[str, int] = {}
