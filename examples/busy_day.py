@@ -1,7 +1,7 @@
 """Writes a step log of a day of a busy engine: 10 million steps whose row counts wander between 1 and 256.
 
-    python examples/busy_day.py day.jsonl.gz
-    planlife simulate --trace day.jsonl.gz
+python examples/busy_day.py day.jsonl.gz
+planlife simulate --trace day.jsonl.gz
 """
 
 from __future__ import annotations
