@@ -72,12 +72,16 @@ class PlannerContract:
     def lens_of(self, device):
         return lambda values: torch.tensor(values, dtype=torch.int32, device=device)
 
+    def compile(self, backend: Backend, spec: PlanSpec, rows: int, device: Any) -> None:
+        """What refresh and sanitize need."""
+        backend.compile(spec, rows, device)
+
     @pytest.fixture
     def make(self, backend, device):
         """A table set of `rows` rows, full of poison."""
 
         def make(spec: PlanSpec, rows: int, num_cu: int = NUM_CU) -> Any:
-            backend.compile(spec, rows, SimpleNamespace(name=device, num_compute_units=num_cu))
+            self.compile(backend, spec, rows, SimpleNamespace(name=device, num_compute_units=num_cu))
             buffer = torch.full((backend.table_bytes(spec, rows, num_cu),), 0x7F, dtype=torch.uint8, device=device)
             return backend.make_tables(spec, rows, num_cu, buffer)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,7 +48,7 @@ def backend() -> TritonBackend:
 
 def make(spec: PlanSpec, rows: int, num_cu: int = NUM_CU) -> TritonPlan:
     backend = TritonBackend()
-    backend.compile(spec, rows, SimpleNamespace(name=DEVICE, num_compute_units=num_cu))
+    triton_planner.prepare_planners(DEVICE)
     buffer = torch.full((backend.table_bytes(spec, rows, num_cu),), 0x7F, dtype=torch.uint8, device=DEVICE)
     return backend.make_tables(spec, rows, num_cu, buffer)
 
