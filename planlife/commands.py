@@ -483,8 +483,9 @@ def _print_costs(console: Console, title: str, costs: Sequence[Cost]) -> None:
             *(cost.peer, f"{cost.peer_us:.2f}", f"{cost.ratio:.2f}"),
         )
     console.print(table)
-    for cost in costs:
-        console.print(f"{cost.call}: {cost.included}.")
+    for included in dict.fromkeys(cost.included for cost in costs):
+        calls = "; ".join(cost.call for cost in costs if cost.included == included)
+        console.print(f"{calls}: {included}.")
 
 
 @bench.command()
