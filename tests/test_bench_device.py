@@ -98,4 +98,4 @@ def test_the_shapes_are_those_of_the_baselines() -> None:
     }
     assert {shape.name: shape.kv_bytes for shape in SHAPES}["uniform8k"] == 32 * 8192 * 2 * 128 * 2
     for shape in SHAPES:
-        assert shape.spec.max_context_tokens >= max(shape.lens)
+        assert shape.spec().max_context_tokens >= max(shape.lens)
