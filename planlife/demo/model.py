@@ -93,7 +93,7 @@ class StepBuffers:
         #: What block_tables holds: rows are extended here, and no step waits to read them back.
         self._host_tables = torch.full((num_rows, config.max_pages_per_row), -1, dtype=torch.int32)
         self._host_tables[1::2] = _GARBAGE_PAGE
-        self.block_tables = self._host_tables.to(device, copy=True)
+        self.block_tables = upload(self._host_tables.clone(), device)
         self.slots = torch.zeros(num_calls, tokens, dtype=torch.int64, device=device)
         self.query = numbers(config.q_dtype, NUM_Q_HEADS, HEAD_DIM)
         self.output = numbers(config.q_dtype, NUM_Q_HEADS, HEAD_DIM)
