@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import click
 import pytest
@@ -19,7 +16,7 @@ from planlife.commands import planlife as command
 from planlife.errors import BudgetError, ConfigError
 from planlife.sites import DEFAULT_SITES, read_sites
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from .child_process import run_python
 
 
 class Result:
@@ -170,14 +167,14 @@ def test_a_missing_trace_exits_with_2_and_names_the_file(tmp_path):
 @pytest.mark.parametrize("missing", ["click", "rich"])
 def test_without_the_extra_the_command_says_what_to_install(missing):
     code = f"import sys; sys.modules[{missing!r}] = None\nfrom planlife.cli import main; main()"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY)
+    run = run_python("-c", code)
     assert run.returncode == 2
     assert run.stderr == f"planlife: the command line needs {missing}: pip install 'planlife[cli]'\n"
 
 
 @pytest.mark.parametrize("module", ["planlife", "planlife.cli"])
 def test_the_entry_point_runs_where_the_extra_is_installed(module):
-    run = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, cwd=REPOSITORY)
+    run = run_python("-m", module, "--help")
     assert run.returncode == 0
     assert "demo" in run.stdout
 
