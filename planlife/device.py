@@ -27,11 +27,19 @@ def block_bytes(num_bytes: int) -> int:
     return -(-num_bytes // step) * step
 
 
-class ReleaseQueue(deque[int]):
-    """Capture ids whose graph is gone. Destructors and finalisers only append; entry points drain.
+class GoneCaptures(Protocol):
+    """Capture ids whose graph is gone. Destructors and finalisers only add; entry points drain.
 
     True when something waits, at the price of one C call: every entry point asks.
     """
+
+    def popleft(self) -> int:
+        """One of them; IndexError if none is known yet."""
+        ...
+
+
+class ReleaseQueue(deque[int]):
+    """GoneCaptures where finalisers run in Python: they append."""
 
 
 class Device(Protocol):
@@ -47,8 +55,22 @@ class Device(Protocol):
         """
         ...
 
-    def free(self, buffer: Buffer) -> None:
-        """The manager drops its reference. Work already queued that reads the block must still find it intact."""
+    def free(self, buffer: Buffer, stream: int) -> None:
+        """The manager drops its reference. stream: where the block was last used; all other uses were ordered before.
+
+        Work already queued there must still find the block intact. The host does not wait.
+        """
+        ...
+
+    def current_stream(self) -> int:
+        """This thread's current stream on this device. Work of one stream runs in the order of its launches."""
+        ...
+
+    def order_after(self, stream: int) -> None:
+        """What this thread's current stream is given from now on runs after all that `stream` was given so far.
+
+        The host does not wait. Not while this thread's stream records.
+        """
         ...
 
     def dtype(self, name: str) -> object:
@@ -66,14 +88,14 @@ class Device(Protocol):
         """Process-unique id of the capture that this thread's current stream is in, 0 when it is not recording."""
         ...
 
-    def release_queue(self) -> ReleaseQueue:
+    def release_queue(self) -> GoneCaptures:
         """A queue of one manager for `watch_capture`."""
         ...
 
-    def watch_capture(self, queue: ReleaseQueue, keep: object) -> int:
-        """Append the current capture's id to `queue` once its graph is reset, collected or failed and the device is
-        done with its last replay; keep `keep` alive until then, even if the manager is dropped. Returns that id. Called
-        while recording."""
+    def watch_capture(self, queue: Any, keep: object) -> int:
+        """Add the current capture's id to `queue`, one of this device, once its graph is reset, collected or failed and
+        the device is done with its last replay; keep `keep` alive until then, even if the manager is dropped. Returns
+        that id. Called while recording."""
         ...
 
     def new_graph(self) -> Graph:
@@ -100,11 +122,15 @@ class Device(Protocol):
         ...
 
     def zeros_flags(self, num_words: int) -> Buffer:
-        """int64[num_words] zeros on the device, outside the byte budget (the sanitizer's counters)."""
+        """int64[num_words] zeros on the device, outside the byte budget (the sanitizer's counters). Not while recording
+        on a GPU."""
         ...
 
     def read_flags(self, flags: Buffer) -> Sequence[int]:
-        """The words of `flags`, without waiting for the device; and zero them."""
+        """What was added to each word since the last call, as far as it is known without waiting for the device.
+
+        A GPU tells a little later: the call after the one that the device has caught up with.
+        """
         ...
 
 

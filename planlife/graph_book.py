@@ -58,8 +58,8 @@ class GraphBook:
     def adopted(self, g: Graph) -> GraphRecord:
         """The record of the finished capture that `g` holds; empty if that capture touched no plan.
 
-        Where a graph object does not tell its capture, it is this thread's last one that touched a plan and has no
-        graph yet. RouteError if there is none, or if its pins were released.
+        Where a graph object does not tell its capture, it is the one it was bound to, or else this thread's last one
+        that touched a plan and has no graph yet. RouteError if there is none, or if its pins were released.
         """
         record: GraphRecord | None = None
         if not self._device.capture_id():
@@ -67,7 +67,10 @@ class GraphBook:
             capture_id = self._device.capture_of(g)
             if capture_id is None:
                 last: GraphRecord | None = getattr(self._this_thread, "last_record", None)
-                record = last if last is not None and last.graph is None else None
+                if bound is not None and not bound.released:
+                    record = bound
+                elif last is not None and last.graph is None:
+                    record = last
             elif bound is not None and bound.capture_id == capture_id:
                 record = bound
             elif capture_id:

@@ -31,7 +31,7 @@ class Item:
     Subclasses make what they need of the buffer in `build` and publish it in `attach`.
     """
 
-    __slots__ = ("buffer", "key", "num_bytes", "num_pins", "state")
+    __slots__ = ("buffer", "key", "num_bytes", "num_pins", "state", "stream")
 
     def __init__(self, key: ItemKey, num_bytes: int) -> None:
         self.key = key
@@ -39,6 +39,7 @@ class Item:
         self.num_pins = 0
         self.state = State.ABSENT
         self.buffer: Any = None
+        self.stream = 0  #: where the buffer was last used, or allocated: later uses elsewhere are ordered after it
 
     @property
     def is_resident(self) -> bool:
@@ -54,8 +55,9 @@ class Item:
         """What this item makes of its buffer; may fail, and changes nothing."""
         return None
 
-    def attach(self, buffer: Any, content: Any) -> None:
-        """Publish the buffer and what `build` made of it."""
+    def attach(self, buffer: Any, content: Any, stream: int) -> None:
+        """Publish the buffer, what `build` made of it, and the stream it was allocated for."""
+        self.stream = stream
         self.buffer = buffer
 
     def detach(self) -> Any:

@@ -36,7 +36,7 @@ from .events import Announcer, Event, logger
 from .graph_book import GraphBook
 from .graph_record import GraphRecord, Read
 from .hint import tell_once_what_off_costs
-from .item import State
+from .item import Item, State
 from .ladder import CapacityLadder
 from .plan import Arena, Mark, OffPlan, Pair, Plan, Segment, StepPlan, Tables, describe_owner
 from .report import ArenaLine, Counters, MemoryReport, PlanLine, SiteLine
@@ -147,6 +147,7 @@ class PlanManager:
         self._logged_routes: set[tuple[Any, ...]] = set()
 
         self._capture_id = self._device.capture_id
+        self._current_stream = self._device.current_stream
         self._flags = self._device.zeros_flags(NUM_FLAGS) if sanitize != "off" and enabled else None
         self._graphs = GraphBook(
             self._device,
@@ -439,10 +440,14 @@ class PlanManager:
         )  # fmt: skip
         try:
             with item.lock:
+                # The streams first: whoever evicts what is taken here then sees where it is used.
+                stream = self._current_stream()
+                is_ordered = item.stream == stream == slot.arena.stream
                 pair = item.pair
                 scratch = slot.arena.buffer
                 if (
-                    plan.captured
+                    not is_ordered
+                    or plan.captured
                     or self._capture_id()
                     or pair is None
                     or scratch is None
@@ -568,7 +573,7 @@ class PlanManager:
                     self._counters.refreshes_skipped += 1
                 refreshed = False
             else:
-                self._refresh(tables, mark)
+                self._refresh(plan, tables, mark)
                 refreshed = True
             step_plan = StepPlan(slot, "planned", "", mark.rows, mark, plan, bool(mark.capture_id))
             if mark.capture_id:
@@ -657,9 +662,11 @@ class PlanManager:
                 plan.reason,
             )
 
-    def _refresh(self, tables: Tables, mark: Mark) -> None:
+    def _refresh(self, plan: Plan, tables: Tables, mark: Mark) -> None:
         """Launch the planner over the mark's lengths and publish the mark; a failed launch leaves no mark."""
         tables.set_mark(None)
+        if not mark.capture_id:
+            self._order(plan)
         lens = mark.lens
         for first_row, end_row, native in tables.views[0]:
             rows = min(mark.rows, end_row) - first_row
@@ -672,6 +679,17 @@ class PlanManager:
         tables.set_mark(mark)
         with self._lock:
             self._counters.refreshes += 1
+
+    def _order(self, item: Item) -> None:
+        """What the current stream launches next on this buffer runs after all that was launched on it before (C29).
+
+        All uses of a buffer are in one order, whatever their streams: a refresh waits for the decodes of the step
+        before too, and a freed block has one stream to wait for. A recording launches nothing: its replays are ordered.
+        """
+        stream = self._current_stream()
+        if item.stream != stream:
+            self._device.order_after(item.stream)
+            item.stream = stream
 
     def _settle(self, plan: StepPlan) -> tuple[Tables, Any]:
         """(tables, scratch) to launch with where the marks alone do not say: pins, brings back, refreshes or refuses.
@@ -694,11 +712,13 @@ class PlanManager:
                 )
             if not (item.is_resident and slot.arena.is_resident):
                 self._materialise(slot, item, mark)
+            self._order(item)
+            self._order(slot.arena)
             pair, scratch = item.pair, slot.arena.buffer
         assert pair is not None
         if pair.eager.mark is not mark:
             self._check_unmoved(plan, mark, pair.eager)
-            self._refresh(pair.eager, mark)
+            self._refresh(item, pair.eager, mark)
         return pair.eager, scratch
 
     def _settle_recording(self, plan: StepPlan, item: Plan, mark: Mark, capture_id: int) -> tuple[Tables, Any]:
@@ -718,7 +738,7 @@ class PlanManager:
                         "refreshed them, and they were refreshed since. Call plan_for inside this recording."
                     )
                 self._check_unmoved(plan, mark, tables)
-                self._refresh(tables, mark)
+                self._refresh(item, tables, mark)
                 refreshed = True
         else:
             tables = pair.eager
@@ -972,11 +992,11 @@ class PlanManager:
             self._announcer.deliver()
 
     def guard(self, g: Graph, *steps: Step) -> None:
-        """Check that the next replay of g decodes the work of these steps; call it before g.replay().
+        """Check that the next replay of g decodes the work of these steps; call it before g.replay(), on its stream.
 
         Every plan that g reads needs a step of its site and ubatch, with the captured row count, length buffer and
         route; tables that g does not refresh itself must hold exactly the step's lengths. A dummy step empties such
-        tables instead.
+        tables instead. The current stream waits, on the device, for what other streams were given of those plans.
 
         Raises StalePlanError naming graph, plan, field, found and wanted, RouteError while recording or for a graph
         that this manager does not know, ConfigError for a bad step or what is no graph.
@@ -1074,12 +1094,15 @@ class PlanManager:
             if read.plan is not None and read.captured:
                 refreshes[read.plan] = refreshes.get(read.plan, 0) + read.refreshes
         # What can fail comes first: a mark must not tell of a replay that will not happen.
+        with self._lock:
+            for item in record.pinned:
+                self._order(item)
         for read, one in matches:
             if read.plan is not None and one.is_dummy and not read.captured:
                 with read.plan.lock:
                     assert read.plan.pair is not None, "a pinned plan lost its buffer"
                     if read.plan.pair.eager.mark is not _EMPTY:
-                        self._refresh(read.plan.pair.eager, _EMPTY)
+                        self._refresh(read.plan, read.plan.pair.eager, _EMPTY)
         for read, one in matches:
             plan = read.plan
             if plan is None or not read.captured:

@@ -173,8 +173,8 @@ class Plan(Item):
     def build(self, buffer: Any) -> Pair:
         return self._make_pair(buffer)
 
-    def attach(self, buffer: Any, content: Any) -> None:
-        super().attach(buffer, content)
+    def attach(self, buffer: Any, content: Any, stream: int) -> None:
+        super().attach(buffer, content, stream)
         self.pair = content
 
     def forget_capture(self, capture_id: int) -> None:

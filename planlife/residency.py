@@ -77,6 +77,7 @@ class Residency:
         for victim in victims:
             self.store.evict(victim, tombstone)
         buffers: list[Any] = []
+        stream = self._device.current_stream()
         try:
             for item in items:
                 buffers.append(self._device.allocate(item.num_bytes))
@@ -85,7 +86,7 @@ class Residency:
                 self._compile(plan, in_phase=in_phase)
         except BaseException as error:
             for buffer in buffers:
-                self._device.free(buffer)
+                self._device.free(buffer, stream)
             self._bring_back(victims, order)
             if isinstance(error, MemoryError):
                 raise NoRoomError(
@@ -96,7 +97,7 @@ class Residency:
             raise
         for item, buffer, content in zip(items, buffers, contents, strict=True):
             came_back = item.state is State.EVICTED
-            self.store.place(item, buffer, content)
+            self.store.place(item, buffer, content, stream)
             if came_back:
                 self._counters.rematerialised += 1
                 self._announcer.note("rematerialise", item, for_whom, num_bytes=item.num_bytes)
@@ -157,6 +158,7 @@ class Residency:
 
     def _bring_back(self, victims: list[Item], order: list[Item]) -> None:
         """Undo evictions after a failed allocation, the order of use included; content is lost, so marks are too."""
+        stream = self._device.current_stream()
         for victim in victims:
             buffer = None
             try:
@@ -164,11 +166,11 @@ class Residency:
                 content = victim.build(buffer)
             except Exception as error:
                 if buffer is not None:
-                    self._device.free(buffer)
+                    self._device.free(buffer, stream)
                 self.store.tombstones[victim.key] = self.tombstone(f"could not be brought back: {error}")
                 self._count_eviction(victim, "out of memory")
             else:
-                self.store.place(victim, buffer, content)
+                self.store.place(victim, buffer, content, stream)
         self.store.reorder(order)
 
     def _compile(self, plan: Plan, *, in_phase: bool) -> None:

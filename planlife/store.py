@@ -31,7 +31,7 @@ class Store:
     between `choose_victims` and `place`.
     """
 
-    def __init__(self, ledger: Ledger, free: Callable[[Any], None]) -> None:
+    def __init__(self, ledger: Ledger, free: Callable[[Any, int], None]) -> None:
         self._ledger = ledger
         self._free = free
         # Keeps the order only; the byte rule is the ledger's, since pinned items count there and not here.
@@ -69,9 +69,9 @@ class Store:
                 return victims
         return None
 
-    def place(self, item: Item, buffer: Any, content: Any) -> None:
-        """`item` has its buffer now, and what it built of it."""
-        item.attach(buffer, content)
+    def place(self, item: Item, buffer: Any, content: Any, stream: int) -> None:
+        """`item` has its buffer now, allocated for `stream`, and what it built of it."""
+        item.attach(buffer, content, stream)
         self._ledger.charge(item.num_bytes)
         item.move(State.RESIDENT)
         self._evictable[item.key] = item
@@ -89,7 +89,7 @@ class Store:
         del self._evictable[item.key]
         self._ledger.credit(item.num_bytes)
         self.tombstones[item.key] = tombstone
-        self._free(item.detach())
+        self._free(item.detach(), item.stream)
 
     def pin(self, item: Item) -> None:
         """One more graph reads `item`."""

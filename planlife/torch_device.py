@@ -1,4 +1,4 @@
-"""The device of the torch backends: memory, streams and graphs as the lifecycle needs them. CPU only."""
+"""The devices of the torch backends: what all of them share, the CPU, and which one a user means."""
 
 from __future__ import annotations
 
@@ -11,18 +11,72 @@ import torch
 
 from .device import Device, ReleaseQueue, require_device
 from .emulated_graph import EmulatedGraph, current_capture_id, record, unrecorded, watch_current_capture
-from .errors import BackendUnavailableError, ConfigError, MintError
+from .errors import ConfigError, MintError
 from .spec import check_int
 
 
-class CpuDevice:
+class TorchDevice:
+    """What is the same on every device of torch. name: as torch writes it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.name = str(device)
+        self._device = device
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The torch dtype of that name."""
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ConfigError(f"dtype {name!r} is not one of torch's.")
+        return dtype
+
+    def inspect_lens(self, context_lens: Any) -> tuple[int, int, int | None]:
+        """(rows, address, version) of int32[rows]; version None for an inference tensor.
+
+        Raises ConfigError with everything that is wrong. Capture: allowed. Syncs: no. Allocates: no.
+        """
+        if not isinstance(context_lens, torch.Tensor):
+            raise ConfigError(
+                f"context_lens must be a torch.Tensor int32[rows] on {self.name}, got {type(context_lens).__name__}."
+            )
+        # requires_grad implies another dtype, and is only named in the message.
+        if (
+            context_lens.dtype is not torch.int32
+            or context_lens.dim() != 1
+            or not self._is_here(context_lens)
+            or not context_lens.is_contiguous()
+        ):
+            raise ConfigError(self._lens_message(context_lens))
+        version = None if context_lens.is_inference() else context_lens._version
+        return context_lens.size(0), context_lens.data_ptr(), version
+
+    def _is_here(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self._device.type and (
+            self._device.index is None or tensor.device.index == self._device.index
+        )
+
+    def _lens_message(self, lens: torch.Tensor) -> str:
+        checks = (
+            (lens.dtype is torch.int32, f"dtype {lens.dtype}, wanted torch.int32"),
+            (lens.dim() == 1, f"shape {tuple(lens.shape)}, wanted (rows,)"),
+            (self._is_here(lens), f"device {lens.device}, wanted {self.name}"),
+            (lens.is_contiguous(), f"strides {lens.stride()}, wanted contiguous"),
+            (not lens.requires_grad, "requires_grad True, wanted False"),
+        )
+        found = "; ".join(text for is_right, text in checks if not is_right)
+        return (
+            f"context_lens must be int32[rows], contiguous, on {self.name}, without requires_grad: got {found}. "
+            "Make one int32 buffer on this device and write each step's lengths into it."
+        )
+
+
+class CpuDevice(TorchDevice):
     """planlife.device.Device on a CPU, with emulated graphs.
 
     num_compute_units: the planner's CU count, which a CPU does not have.
     """
 
     def __init__(self, num_compute_units: int = 256) -> None:
-        self.name = "cpu"
+        super().__init__(torch.device("cpu"))
         self.num_compute_units = check_int("num_compute_units", num_compute_units, at_least=1)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
@@ -47,35 +101,15 @@ class CpuDevice:
                 f"the CPU allocator has no {num_bytes} bytes. Lower budget_bytes or the ladder's top class."
             ) from error
 
-    def free(self, buffer: torch.Tensor) -> None:
+    def free(self, buffer: torch.Tensor, stream: int) -> None:
         """Nothing to do: a CPU has no queued work, and the block goes with its last reference."""
 
-    def dtype(self, name: str) -> torch.dtype:
-        """The torch dtype of that name."""
-        dtype = getattr(torch, name, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ConfigError(f"dtype {name!r} is not one of torch's.")
-        return dtype
+    def current_stream(self) -> int:
+        """The only one: whatever is launched on a CPU is done by the time the call returns."""
+        return 0
 
-    def inspect_lens(self, context_lens: Any) -> tuple[int, int, int | None]:
-        """(rows, address, version) of int32[rows]; version None for an inference tensor.
-
-        Raises ConfigError with everything that is wrong. Capture: allowed. Syncs: no. Allocates: no.
-        """
-        if not isinstance(context_lens, torch.Tensor):
-            raise ConfigError(
-                f"context_lens must be a torch.Tensor int32[rows] on cpu, got {type(context_lens).__name__}."
-            )
-        # requires_grad implies another dtype, and is only named in the message.
-        if (
-            context_lens.dtype is not torch.int32
-            or context_lens.dim() != 1
-            or context_lens.device.type != "cpu"
-            or not context_lens.is_contiguous()
-        ):
-            raise ConfigError(_lens_message(context_lens))
-        version = None if context_lens.is_inference() else context_lens._version
-        return context_lens.size(0), context_lens.data_ptr(), version
+    def order_after(self, stream: int) -> None:
+        """Nothing to do."""
 
     def capture_id(self) -> int:
         """Id of the capture that this thread records, 0 when it records none."""
@@ -129,42 +163,26 @@ def _append(queue: ReleaseQueue, capture_id: int, keep: object) -> None:
     queue.append(capture_id)
 
 
-def _lens_message(lens: torch.Tensor) -> str:
-    checks = (
-        (lens.dtype is torch.int32, f"dtype {lens.dtype}, wanted torch.int32"),
-        (lens.dim() == 1, f"shape {tuple(lens.shape)}, wanted (rows,)"),
-        (lens.device.type == "cpu", f"device {lens.device}, wanted cpu"),
-        (lens.is_contiguous(), f"strides {lens.stride()}, wanted contiguous"),
-        (not lens.requires_grad, "requires_grad True, wanted False"),
-    )
-    found = "; ".join(text for is_right, text in checks if not is_right)
-    return (
-        f"context_lens must be int32[rows], contiguous, on cpu, without requires_grad: got {found}. "
-        "Make one int32 buffer on this device and write each step's lengths into it."
-    )
-
-
 def resolve_device(device: object = None) -> Device:
-    """The Device for what a user passes: None, "cpu", a torch.device, or an object with Device's methods.
+    """The Device for what a user passes: None, a name, a torch.device, or an object with Device's methods.
 
-    Raises BackendUnavailableError for a CUDA device, or for None where there is one, else ConfigError.
+    None: the current CUDA device if there is one, else the CPU.
+
+    Raises BackendUnavailableError for a GPU where torch sees none, else ConfigError.
     """
-    if device is None and torch.cuda.is_available():
-        raise BackendUnavailableError(
-            'device=None means this machine\'s CUDA device, and this release serves CPU only. Pass device="cpu".'
-        )
     if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if not isinstance(device, (str, torch.device)):
+        return require_device(device)
+    kind = str(device).partition(":")[0]
+    if kind == "cpu":
         return CpuDevice()
-    if isinstance(device, (str, torch.device)):
-        kind = str(device).partition(":")[0]
-        if kind == "cpu":
-            return CpuDevice()
-        if kind == "cuda":
-            raise BackendUnavailableError(
-                f'device {str(device)!r} is not served: this release serves CPU only. Pass device="cpu".'
-            )
-        raise ConfigError(
-            "device must be a name or an object with the members of planlife.device.Device; the only name here is "
-            f'"cpu", got {str(device)!r}.'
-        )
-    return require_device(device)
+    if kind == "cuda":
+        # Imported here: a machine without a GPU needs none of it.
+        from .cuda_device import CudaDevice
+
+        return CudaDevice(device)
+    raise ConfigError(
+        "device must be a name or an object with the members of planlife.device.Device; the names are 'cpu', 'cuda' "
+        f"and 'cuda:N', got {str(device)!r}."
+    )

@@ -20,7 +20,7 @@ LAYERS = (
     ("plan", "call_check", "graph_record", "sizing", "residency", "backends.base"),
     ("slot", "graph_book", "configuration", "merge", "hint"),
     ("manager",),
-    ("emulated_graph", "torch_device", "kernels", "backends"),
+    ("emulated_graph", "torch_device", "kernels", "backends", "cuda_runtime", "cuda_device"),
     ("trace", "testing", "demo", "bench", "sites", "estimate", "visibility", "doctor", "precision"),
     ("commands", "cli", "__main__"),
 )

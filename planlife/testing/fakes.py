@@ -163,6 +163,10 @@ class FakeBuffer:
         self._whole = root  # None for a whole block: a reference to itself would keep it for the garbage collector
         self.freed = False
         self.contents: dict[int, Any] = {}
+        self.used: tuple[int, int] = (
+            device.stream,
+            device.tick(),
+        )  #: of a whole block: stream and time of its last use
 
     @property
     def root(self) -> FakeBuffer:
@@ -242,6 +246,8 @@ class FakeDevice:
     """planlife.device.Device in plain Python.
 
     fail_at: the n-th allocation from now raises MemoryError, then None again.
+    stream: the current stream, of all threads. A launch on a block that another stream used last, and that was not
+    ordered after that use, raises: on a GPU both would run at once.
     live_bytes, high_water_bytes: in allocator blocks. log: ("allocate" | "free", block bytes, live bytes after).
     executed: names of the kernels that ran, eagerly or in a replay.
     """
@@ -250,6 +256,7 @@ class FakeDevice:
         self.name = name
         self.num_compute_units = num_compute_units
         self.fail_at: int | None = None
+        self.stream = 0
         self.live_bytes = 0
         self.high_water_bytes = 0
         self.num_allocations = 0
@@ -257,6 +264,8 @@ class FakeDevice:
         self.executed: list[str] = []
         self._next_address = 1 << 20
         self._capture_ids = count(1)
+        self._clock = count(1)
+        self._waits: dict[tuple[int, int], int] = {}  # (waiting stream, stream it waited for) -> when
         self._recording = threading.local()
         self._held_back: list[_Watch] | None = None
 
@@ -274,10 +283,12 @@ class FakeDevice:
         self._account("allocate", block_bytes(num_bytes))
         return buffer
 
-    def free(self, buffer: FakeBuffer) -> None:
+    def free(self, buffer: FakeBuffer, stream: int) -> None:
         if buffer.root is not buffer:
             raise AssertionError("only whole buffers are freed, not slices")
         buffer.check_alive()
+        if stream != buffer.used[0]:
+            raise AssertionError(f"freed behind stream {stream}, but stream {buffer.used[0]} used it last")
         buffer.freed = True
         self._account("free", -block_bytes(buffer.num_bytes))
 
@@ -285,6 +296,24 @@ class FakeDevice:
         self.live_bytes += change_bytes
         self.high_water_bytes = max(self.high_water_bytes, self.live_bytes)
         self.log.append((event, abs(change_bytes), self.live_bytes))
+
+    def tick(self) -> int:
+        """The time of something that happens now."""
+        return next(self._clock)
+
+    def current_stream(self) -> int:
+        return self.stream
+
+    def order_after(self, stream: int) -> None:
+        if self.capture_id():
+            raise AssertionError("a recording stream waited for work outside the graph")
+        self._waits[self.stream, stream] = self.tick()
+
+    def _use(self, block: FakeBuffer) -> None:
+        stream, time = block.used
+        if stream != self.stream and self._waits.get((self.stream, stream), 0) < time:
+            raise AssertionError(f"stream {self.stream} uses a block while stream {stream} may still be using it")
+        block.used = (self.stream, self.tick())
 
     def dtype(self, name: str) -> object:
         return name
@@ -385,6 +414,7 @@ class FakeDevice:
         for operand in operands:
             if isinstance(operand, FakeBuffer):
                 operand.check_alive()
+                self._use(operand.root)
         kernel(*operands)
         self.executed.append(getattr(kernel, "func", kernel).__name__.strip("_"))
 

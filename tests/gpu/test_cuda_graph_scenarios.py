@@ -11,8 +11,6 @@ import torch
 
 from planlife.testing.graph_scenarios import REFUSED, SCENARIOS, Scenario
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
 MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 
 

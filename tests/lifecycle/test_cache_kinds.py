@@ -37,12 +37,12 @@ class KindWorld(World):
         dtype = getattr(torch, kv_dtype)
         self.nhd = self.key_cache.to(dtype), self.value_cache.to(dtype)
         self.key_cache, self.value_cache = lay_out(*self.nhd, layout)
-        self.sinks = torch.randn(spec.num_q_heads, generator=self.generator)
+        self.sinks = torch.randn(spec.num_q_heads, generator=self.generator).to(self.device)
         self.scales: dict[str, torch.Tensor] = {}
         if scales != "none":
             shape = (1,) if scales == "per_tensor" else (self.nhd[0].shape[0], spec.num_kv_heads, PAGE)
             for name in ("key_scale", "value_scale"):
-                self.scales[name] = torch.rand(shape, generator=self.generator) + 0.25
+                self.scales[name] = (torch.rand(shape, generator=self.generator) + 0.25).to(self.device)
                 if scales == "per_token":
                     self.scales[name][0] = torch.nan
 
@@ -72,13 +72,13 @@ class KindWorld(World):
     def dense(self, rows: int, **extras: Any) -> torch.Tensor:
         """float64: the dense answer for what is in the buffers now."""
         return reference_decode(
-            self.query[:rows],
-            *self.nhd,
-            self.tables,
-            self.lens[:rows],
+            self.query[:rows].cpu(),
+            *(cache.cpu() for cache in self.nhd),
+            self.tables.cpu(),
+            self.lens[:rows].cpu(),
             self.spec.head_dim**-0.5,
-            sinks=self.sinks,
-            **self.scales,
+            sinks=self.sinks.cpu(),
+            **{name: scale.cpu() for name, scale in self.scales.items()},
             **extras,
         )
 
@@ -94,7 +94,7 @@ def test_replays_decode_the_lengths_scales_and_sinks_of_their_own_step(
     before = None
     for _step in range(3):
         world.set_lens([300, *world.random_lens(3)])
-        world.sinks.normal_(generator=world.generator)
+        world.sinks.copy_(torch.randn(world.sinks.shape, generator=world.generator))
         for scale in world.scales.values():
             scale.mul_(1.5)
         output = world.replay(g, world.step(4), style)[:4]
@@ -143,7 +143,7 @@ def test_scales_that_do_not_fit_the_cache_are_refused_before_any_launch(
     plan = world.manager.plan_for(world.step(2))
     world.scales = {key: value[..., None] for key, value in world.scales.items()}
     world.assert_right(world.decode(plan)[:2], world.dense(2))  # positive control
-    world.scales[name] = scale
+    world.scales[name] = scale.to(world.device)
     world.output.fill_(torch.nan)
     with pytest.raises(ConfigError, match=message):
         world.decode(plan)

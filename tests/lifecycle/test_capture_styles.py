@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import sys
 import weakref
@@ -40,7 +39,7 @@ def test_a_replay_decodes_the_lengths_of_now(style: str) -> None:
         replayed = world.replay(graph, world.step(), style).clone()
         world.assert_right(replayed, world.expected())
         world.assert_wrong(replayed, at_capture)
-        assert torch.equal(replayed, world.eager(world.step()))
+        world.assert_same(replayed, world.eager(world.step()))
 
 
 @both_styles
@@ -118,7 +117,8 @@ def test_a_replay_calls_no_python_of_planlife_or_of_the_model(style: str) -> Non
         sys.setprofile(None)
     assert layer_calls == 1
     ours = {Path(name).name for name in called if "planlife" in Path(name).parts or "lifecycle" in Path(name).parts}
-    assert ours == {"emulated_graph.py"}  # the graph itself, which shows that calls are seen
+    # The emulated graph itself shows that calls are seen.
+    assert ours == ({"emulated_graph.py"} if world.device == "cpu" else set())
     world.assert_right(world.output, world.expected())
 
 
@@ -134,7 +134,7 @@ def test_100_steps_planned_before_their_replay_equal_eager_ones() -> None:
     for index in range(100):
         world.set_lens(world.random_lens(8))
         replayed = world.replay(graph, world.step(), BEFORE_REPLAY).clone()
-        assert torch.equal(replayed, world.eager(world.step()))
+        world.assert_same(replayed, world.eager(world.step()))
         if index % 10 == 0:
             world.assert_right(replayed, world.expected())
     # The positive control: without its plan_for a replay still decodes the last planned lengths.
@@ -154,7 +154,7 @@ def test_100_in_graph_steps_equal_eager_ones() -> None:
     for index in range(100):
         world.set_lens(world.random_lens(8))
         replayed = world.replay(graph, world.step()).clone()
-        assert torch.equal(replayed, world.eager(world.step()))
+        world.assert_same(replayed, world.eager(world.step()))
         if index % 10 == 0:
             world.assert_right(replayed, world.expected())
 
@@ -460,14 +460,14 @@ def test_a_graph_keeps_its_captured_length_buffer(style: str) -> None:
     world.eager(world.step())
     alive = weakref.ref(lens)
     del lens
-    gc.collect()
+    world.settle()
     assert alive() is not None
     if style == IN_GRAPH:
         world.output.fill_(torch.nan)
         graph.replay()
         world.assert_right(world.output, expected)
     world.manager.release(graph)
-    gc.collect()
+    world.settle()
     assert alive() is None
 
 
@@ -483,14 +483,14 @@ def test_a_graph_keeps_what_it_reads_when_its_manager_is_dropped(style: str) -> 
         world.manager.plan_for(world.step(lens=lens))
     alive = weakref.ref(lens)
     del lens, world.manager
-    gc.collect()
+    world.settle()
     for _ in range(2):
         world.output.fill_(torch.nan)
         graph.replay()
         world.assert_right(world.output, expected)
     assert alive() is not None
     del graph
-    gc.collect()
+    world.settle()
     assert alive() is None
 
 
@@ -508,7 +508,7 @@ def test_graphs_may_go_in_any_order_and_the_rest_replay_right(style: str, order:
             graphs.pop(gone).reset()
         else:
             del graphs[gone]
-            gc.collect()
+        world.settle()
         world.manager.trim(0)
         num_left = len(graphs)
         assert pins(world.manager).get("scratch/main/ub0", 0) == num_left
@@ -530,6 +530,7 @@ def test_a_graph_that_was_released_or_reset_is_refused(style: str) -> None:
         graph = world.capture(step, style)
         world.replay(graph, step, style)
         end(graph)
+        world.settle()
         with pytest.raises(RouteError, match="holds no pins here"):
             world.manager.guard(graph, step)
         assert pins(world.manager) == {}
@@ -576,7 +577,7 @@ def test_a_phase_may_be_opened_again_in_service_after_evictions(style: str) -> N
     graph = world.capture(world.step(), style)
     compiles = world.counters()["compiles"]
     del graph
-    gc.collect()
+    world.settle()
     world.manager.trim(0)
     assert world.manager.report().resident_bytes == 0
     with world.manager.capture_phase():
@@ -626,7 +627,7 @@ def test_pins_of_an_engines_own_capture_go_with_its_graph(style: str, end: str) 
         graph.reset()
     else:
         del graph
-        gc.collect()
+    world.settle()
     assert pins(world.manager) == {}
 
 
@@ -660,6 +661,7 @@ def test_two_managers_may_share_a_device_and_a_capture(style: str) -> None:
             world.assert_right(world.output, world.expected())
     with second.graph(graph):
         pass
+    worlds[0].settle()
     for world in worlds:
         assert pins(world.manager) == {}
 

@@ -116,7 +116,7 @@ def test_replaying_a_before_replay_graph_for_a_dummy_reads_nothing_and_the_next_
 
 def test_the_sanitizer_knows_tables_that_were_emptied_on_purpose() -> None:
     """C57: the lengths in the buffer are still the last real step's."""
-    world = DummyWorld(warm=True, sanitize="raise")
+    world = DummyWorld(warm=True, sanitize="count")
     world.set_lens(LENS)
     graph = world.capture(world.real_step(), BEFORE_REPLAY)
     world.replay(graph, world.real_step(), BEFORE_REPLAY)
@@ -125,9 +125,8 @@ def test_the_sanitizer_knows_tables_that_were_emptied_on_purpose() -> None:
         assert world.counters()["stale_detected"] == 0
     world.manager.plan_for(world.real_step())
     world.lens += 1
-    with pytest.raises(StalePlanError, match="sanitizer"):  # positive control: planned tables are looked at again
-        graph.replay()
-        world.manager.guard(graph, world.real_step())
+    graph.replay()
+    assert world.counters()["stale_detected"] == 1  # positive control: planned tables are looked at again
 
 
 def test_a_dummy_replay_without_guard_would_read_the_old_lengths() -> None:
@@ -185,7 +184,7 @@ def test_a_dummy_while_recording_is_refused(kind: str, options: dict[str, Any]) 
     for record_it in (lambda: world.manager.plan_for(dummy), lambda: world.decode(made_before)):
         with pytest.raises(RouteError, match="while recording"), world.manager.graph() as graph:
             record_it()
-        assert graph.num_ops == 0
+        assert world.is_empty(graph)
     world.set_lens([0] * 8)
     graph = world.capture(world.real_step(), IN_GRAPH)
     assert (world.replay(graph, world.real_step()) == 0).all()

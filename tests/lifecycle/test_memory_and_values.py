@@ -230,7 +230,7 @@ BAD_LENS: dict[str, tuple[Callable[[], Any], str]] = {
     "expanded": (lambda: torch.ones(1, dtype=torch.int32).expand(4), r"strides \(0,\), wanted contiguous"),
     "2-D": (lambda: torch.ones(4, 1, dtype=torch.int32), r"shape \(4, 1\), wanted \(rows,\)"),
     "scalar": (lambda: torch.tensor(4, dtype=torch.int32), r"shape \(\), wanted \(rows,\)"),
-    "meta": (lambda: torch.ones(4, dtype=torch.int32, device="meta"), r"device meta, wanted cpu"),
+    "meta": (lambda: torch.ones(4, dtype=torch.int32, device="meta"), r"device meta, wanted (cpu|cuda:0)"),
     "requires_grad": (lambda: torch.ones(4, requires_grad=True), r"requires_grad True, wanted False"),
     "sparse": (lambda: torch.ones(4, dtype=torch.int32).to_sparse(), r"context_lens"),
     "list": (lambda: [1, 2, 3, 4], r"got list"),
@@ -282,7 +282,7 @@ BAD_CACHES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "layout": (lambda cache: cache.transpose(1, 2), r"kv_layout 'nhd'"),
     "dtype": (lambda cache: cache.float(), r"dtype is torch.float32, wanted bfloat16"),
     "strided": (lambda cache: cache.transpose(-1, -2).contiguous().transpose(-1, -2), r"last stride is 2, wanted 1"),
-    "meta": (lambda cache: cache.to("meta"), r"device is meta, wanted the manager's, cpu"),
+    "meta": (lambda cache: cache.to("meta"), r"device is meta, wanted the manager's, (cpu|cuda:0)"),
     "4-D flat": (lambda cache: cache.flatten(1), r"shape is \[160, 512\]"),
 }
 

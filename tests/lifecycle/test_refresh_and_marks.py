@@ -162,7 +162,7 @@ def test_a_length_tensor_that_is_another_buffer_by_now_is_not_planned_again(rows
     world.manager.trim(0)
     world.assert_right(world.decode(plan), world.expected())  # positive control: planned again from its own buffer
     world.manager.trim(0)
-    lens.data = torch.tensor([2, 400, 18, 0, 512], dtype=torch.int32)[:rows]
+    lens.data = torch.tensor([2, 400, 18, 0, 512], dtype=torch.int32, device=world.device)[:rows]
     world.output.fill_(torch.nan)
     with pytest.raises(StalePlanError, match="is another buffer since plan_for"):
         world.decode(plan)

@@ -1,10 +1,15 @@
-"""A small model world for scenarios: caches, tables, length buffers, and the dense answer to compare with."""
+"""A small model world for scenarios: caches, tables, length buffers, and the dense answer to compare with.
+
+On a CPU with emulated graphs; tests/gpu runs the same scenarios on CUDA graphs by setting DEVICE.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import pytest
@@ -13,6 +18,7 @@ import torch
 from planlife import CapacityLadder, PlanManager, PlanSpec, Step, StepPlan
 from planlife.testing import EmulatedGraph, record, reference_decode, row_errors
 
+DEVICE = "cpu"  #: where worlds are made that are not told
 NUM_PAGES, PAGE, MAX_PAGES = 160, 16, 40
 BIG_ERROR = 1e-2  # relative, per row, BF16
 
@@ -45,11 +51,11 @@ class World:
         rows: int = 8,
         seed: int = 0,
         sites: Any = None,
-        device: str = "cpu",
+        device: str | None = None,
         warm: bool = False,
         **manager_options: Any,
     ) -> None:
-        self.device = device
+        self.device = device = device or DEVICE
         self.generator = torch.Generator().manual_seed(seed)
         self.sites = sites or {"default": small_spec()}
         self.spec: PlanSpec = next(iter(self.sites.values()))
@@ -148,11 +154,31 @@ class World:
 
     def new_graph(self) -> Any:
         """A graph object of the engine's own."""
-        return EmulatedGraph()
+        return EmulatedGraph() if self.device == "cpu" else torch.cuda.CUDAGraph()
 
     def record(self, g: Any, **options: Any) -> AbstractContextManager[Any]:
         """A capture that the engine opens itself, past the manager."""
-        return record(g, **options)
+        return record(g, **options) if self.device == "cpu" else _record_cuda(g, **options)
+
+    def is_empty(self, g: Any) -> bool:
+        """Whether a graph holds nothing to replay."""
+        if self.device == "cpu":
+            return bool(g.num_ops == 0)
+        try:
+            g.pool()
+        except RuntimeError:
+            return True
+        return False
+
+    def settle(self) -> None:
+        """What was dropped is collected, and the device has had time to finish and to tell. Waits for nothing, so that
+        it may be called while somebody records."""
+        gc.collect()
+        if self.device != "cpu":
+            from planlife.cuda_device import drop_what_is_gone
+
+            time.sleep(0.02)
+            drop_what_is_gone()
 
     def elsewhere(self, work: Callable[[], Result]) -> Result:
         """What `work` returns on a thread of its own, which records nothing; its exception is raised here."""
@@ -160,6 +186,10 @@ class World:
             return thread.submit(work).result(timeout=30)
 
     def counters(self) -> dict[str, int]:
+        """Of now: on a GPU the sanitizer's arrive once the device has caught up."""
+        if self.device != "cpu":
+            self.manager.report()
+            torch.cuda.synchronize()
         return self.manager.report().counters
 
     def expected(
@@ -175,11 +205,11 @@ class World:
         lens = self.lens if lens is None else lens
         tables = self.tables if tables is None else tables
         return reference_decode(
-            query,
-            self.key_cache,
-            self.value_cache,
-            tables,
-            lens,
+            query.cpu(),
+            self.key_cache.cpu(),
+            self.value_cache.cpu(),
+            tables.cpu(),
+            lens.cpu(),
             spec.head_dim**-0.5,
             query_length=spec.query_length,
             sliding_window=spec.sliding_window,
@@ -190,6 +220,38 @@ class World:
         errors = row_errors(output, expected, query_length)
         assert (errors <= BIG_ERROR).all(), f"relative error per row: {errors.tolist()}"
 
+    def assert_same(self, output: torch.Tensor, other: torch.Tensor) -> None:
+        """Two decodes of the same lengths. On a GPU the torch backend adds up tiles in any order."""
+        if self.device == "cpu":
+            assert torch.equal(output, other)
+        else:
+            self.assert_right(output, other.to("cpu", torch.float64))
+
     def assert_wrong(self, output: torch.Tensor, expected: torch.Tensor, query_length: int = 1) -> None:
         """Positive control: the comparison does see another step's work."""
         assert not (row_errors(output, expected, query_length) <= BIG_ERROR).all()
+<<<<<<< HEAD
+=======
+
+
+@contextmanager
+def _record_cuda(g: torch.cuda.CUDAGraph, **options: Any) -> Iterator[torch.cuda.CUDAGraph]:
+    """As an engine does that resets the graph of a capture that failed: torch leaves a part of it that replays."""
+    try:
+        with torch.cuda.graph(g, **options):
+            yield g
+    except BaseException:
+        g.reset()
+        raise
+
+
+def row_errors(output: torch.Tensor, expected: torch.Tensor, query_length: int = 1) -> torch.Tensor:
+    """float64[rows]: ||output - expected|| / ||expected||, NaN where the output has one; an empty row must be zeros."""
+    rows = output.shape[0] // query_length
+    found = output.to("cpu", torch.float64).reshape(rows, -1)
+    wanted = expected.reshape(expected.shape[0] // query_length, -1)
+    if wanted.shape[0] < rows:
+        wanted = torch.cat([wanted, wanted.new_zeros(rows - wanted.shape[0], wanted.shape[1])])
+    difference, norm = (found - wanted).norm(dim=1), wanted.norm(dim=1)
+    return torch.where(norm > 0, difference / norm, torch.where(difference == 0, 0.0, torch.inf))
+>>>>>>> cudadev

@@ -90,7 +90,7 @@ def test_a_replay_that_needs_a_freed_buffer_raises():
     with world.device.record(graph):
         world.refresh()
     world.device.replay(graph)
-    world.device.free(world.table_buffer)
+    world.device.free(world.table_buffer, 0)
     with pytest.raises(AssertionError, match="use after free"):
         world.device.replay(graph)
     with pytest.raises(AssertionError, match="use after free"):
@@ -126,12 +126,12 @@ def test_bytes_are_counted_in_allocator_blocks():
     device = FakeDevice()
     small, large = device.allocate(1), device.allocate(3 << 20)
     assert device.live_bytes == block_bytes(1) + block_bytes(3 << 20) == 512 + (4 << 20)
-    device.free(large)
-    device.free(small)
+    device.free(large, 0)
+    device.free(small, 0)
     assert (device.live_bytes, device.high_water_bytes) == (0, 512 + (4 << 20))
     assert [event for event, _, _ in device.log] == ["allocate", "allocate", "free", "free"]
     with pytest.raises(AssertionError, match="use after free"):
-        device.free(small)
+        device.free(small, 0)
 
 
 def test_the_chosen_allocation_fails_and_no_other():

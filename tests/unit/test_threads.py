@@ -20,7 +20,7 @@ NUM_STEPS = 10_000
 class LastReferenceDevice(FakeDevice):
     """Frees as torch's allocator does: a block goes with its last reference, and a decode elsewhere may hold one."""
 
-    def free(self, buffer: Any) -> None:
+    def free(self, buffer: Any, stream: int) -> None:
         self._account("free", -buffer.num_bytes)
 
 
