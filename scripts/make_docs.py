@@ -41,7 +41,7 @@ def main() -> None:
         sys.exit("usage: python scripts/make_docs.py [--check]")
     logging.getLogger("planlife").addHandler(logging.NullHandler())
     wanted = {page: filled(page.read_text(encoding="utf-8")) for page in sorted(DOCS.rglob("*.md"))}
-    wanted |= {DOCS / name: text for name, text in make_layout_drawings.drawings().items()}
+    wanted |= {DOCS / name: draw() for name, draw in make_layout_drawings.DRAWINGS.items()}
     outdated = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     missing = missing_names("\n".join(text for path, text in wanted.items() if path.suffix == ".md"))
     if not is_check:

@@ -147,13 +147,9 @@ def draw_views() -> str:
     return canvas.svg()
 
 
-_DRAWINGS: dict[str, Callable[[], str]] = {
+#: By the path under docs/.
+DRAWINGS: dict[str, Callable[[], str]] = {
     "layouts/kv-layouts.svg": draw_layouts,
     "layouts/addressing.svg": draw_addressing,
     "layouts/views.svg": draw_views,
 }
-
-
-def drawings() -> dict[str, str]:
-    """SVG text by its path under docs/."""
-    return {name: draw() for name, draw in _DRAWINGS.items()}
