@@ -18,6 +18,10 @@ FallbackFn = Callable[..., Any]
 #: Names of backends, in the order in which "auto" prefers them; names of fallbacks.
 BACKENDS = ("aiter", "triton", "torch")
 FALLBACKS = ("triton", "torch")
+
+#: The oldest that the kernels were run with.
+_LEAST_TRITON = (3, 6)
+
 #: What sites that share plans have in common: tables and what may be written into them depend on nothing else.
 _SHARED_FIELDS = ("num_kv_heads", "max_context_tokens", "sliding_window", "shared_lengths")
 #: Numbers that a site takes over from the one whose plans it uses.
@@ -135,7 +139,24 @@ def absence_reasons(name: str) -> Sequence[str]:
     check_choice("backend", name, BACKENDS)
     if name == "torch":
         return ()
+    if name == "triton":
+        return _triton_absence()
     return (f"backend={name!r} is not part of this release; pass backend='torch' (or 'auto') and device='cpu'",)
+
+
+def _triton_absence() -> Sequence[str]:
+    wanted = ".".join(map(str, _LEAST_TRITON))
+    try:
+        import triton
+    except ImportError as error:
+        return (
+            f"'triton' needs the package triton >= {wanted}, which cannot be imported here ({error}); "
+            "pip install 'planlife[triton]', or pass 'torch'",
+        )
+    found = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if found < _LEAST_TRITON:
+        return (f"'triton' needs the package triton >= {wanted}, and {triton.__version__} is here; upgrade it",)
+    return ()
 
 
 def backend_reasons(name: str, spec: PlanSpec, device: Device) -> Sequence[str]:
@@ -153,6 +174,10 @@ def auto_backend(specs: Mapping[str, PlanSpec], device: Device) -> str:
 
 def _make_backend(name: str) -> Backend:
     """The backend of a name without absence_reasons."""
+    if name == "triton":
+        from .backends.triton_backend import TritonBackend
+
+        return TritonBackend()
     from .backends.torch_backend import TorchBackend
 
     return TorchBackend()
@@ -178,9 +203,7 @@ def resolve_backend(
 def fallback_absence_reasons(name: str) -> Sequence[str]:
     """Why the fallback of that name is not here at all, whatever the site; empty = it is. ConfigError for no name."""
     check_choice("fallback", name, FALLBACKS)
-    if name == "torch":
-        return ()
-    return (f"fallback={name!r} is not part of this release; pass 'torch' or a callable",)
+    return absence_reasons(name)
 
 
 def fallback_reasons(name: str, spec: PlanSpec, device: Device) -> Sequence[str]:
@@ -205,9 +228,9 @@ def takes_lse(fallback: FallbackFn) -> bool:
 def resolve_fallback(
     fallback: str | FallbackFn | None, specs: Mapping[str, PlanSpec], device: Device
 ) -> FallbackFn | None:
-    """A callable, or the one of that name, which must be able to take every site (R30).
+    """A callable, or the one of that name, which must be able to take every site (R30) and is compiled for them here.
 
-    Raises ConfigError, BackendUnavailableError for "triton".
+    Raises ConfigError, BackendUnavailableError for "triton" where it is not here.
     """
     if fallback is None or callable(fallback):
         return fallback
@@ -222,6 +245,8 @@ def resolve_fallback(
                 f"fallback={fallback!r} cannot serve site {site!r}: {'; '.join(reasons)}. Pass a callable that can, "
                 "or None."
             )
-    from .backends.torch_backend import dense_fallback
+    from .backends.dense_fallback import DenseFallback
 
+    dense_fallback = DenseFallback(_make_backend(fallback))
+    dense_fallback.prepare(specs.values(), device)
     return dense_fallback

@@ -8,17 +8,19 @@ from typing import Any
 
 from .device import Device, Graph
 from .errors import ConfigError, RouteError
-from .events import Announcer
+from .events import Announcer, logger
 from .graph_record import GraphRecord, Read
 from .plan import Arena, Mark, OffPlan, Plan, StepPlan
 from .report import Counters
 from .residency import Residency
 
+_UNREAD = "its layers take another kernel or plan. Pass the StepPlan that was made while recording to pa_decode."
+
 
 class GraphBook:
     """Owns: the records of all recorded graphs, and through them every pin. References no graph.
 
-    The caller holds the manager's lock around `pin`, `note_*`, `release`, `release_gone` and `record_for`.
+    The caller holds the manager's lock around `pin`, `note_*`, `bind`, `release`, `release_gone` and `record_for`.
     """
 
     def __init__(
@@ -51,7 +53,14 @@ class GraphBook:
         raise ConfigError(f"a graph object is needed, got {g!r}.")
 
     def bind(self, g: Graph, record: GraphRecord) -> None:
-        """From now on `g` stands for this capture."""
+        """From now on `g` stands for this capture, which has ended; what it refreshes for no decode is reported."""
+        if self._by_graph.get(g) is not record:
+            for read in record.reads.values():
+                if read.refreshes and not read.is_decoded:
+                    self._counters.stale_detected += 1
+                    reason = f"{record} refreshes it and no decode in the graph reads it: {_UNREAD}"
+                    self._announcer.note("stale", read, reason)
+                    logger.warning("%s: %s", str(read), reason)  # a log record must not hold a plan
         record.bind(g)
         self._by_graph[g] = record
 
@@ -118,7 +127,7 @@ class GraphBook:
                 record.holds.append(item.buffer)
                 self._announcer.note("pin", item, str(record))
 
-    def note_read(self, capture_id: int, plan: StepPlan, *, refreshed: bool) -> None:
+    def note_read(self, capture_id: int, plan: StepPlan, *, refreshed: bool, decoded: bool) -> None:
         """The graph being recorded reads this plan: remember what it must find at replay."""
         item, mark = plan.item, plan.mark
         assert item is not None
@@ -131,6 +140,7 @@ class GraphBook:
             record.reads[key] = read
             record.holds.append(whole.lens)
         read.refreshes += refreshed
+        read.is_decoded |= decoded
 
     def note_fallback(self, capture_id: int, plan: StepPlan | OffPlan, mark: Mark) -> None:
         """The graph being recorded runs the fallback over this length buffer."""

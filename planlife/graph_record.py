@@ -15,9 +15,10 @@ class Read:
 
     mark: as captured; its rows and address are frozen in the graph. refreshes: how many different refreshes of these
     tables the graph itself contains; 0 means that somebody else must have refreshed them before each replay.
+    is_decoded: the graph has a decode that reads them, and not only a refresh.
     """
 
-    __slots__ = ("captured", "mark", "plan", "refreshes", "route", "rows", "site", "ubatch")
+    __slots__ = ("captured", "is_decoded", "mark", "plan", "refreshes", "route", "rows", "site", "ubatch")
 
     def __init__(self, site: str, ubatch: int, route: str, rows: int, mark: Mark, plan: Plan | None, captured: bool):
         self.site = site
@@ -28,6 +29,7 @@ class Read:
         self.plan = plan
         self.captured = captured
         self.refreshes = 0
+        self.is_decoded = False
 
     def __str__(self) -> str:
         return str(self.plan) if self.plan is not None else f"{self.site}/fallback/ub{self.ubatch}"

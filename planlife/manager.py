@@ -578,7 +578,7 @@ class PlanManager:
             step_plan = StepPlan(slot, "planned", "", mark.rows, mark, plan, bool(mark.capture_id))
             if mark.capture_id:
                 with self._lock:
-                    self._graphs.note_read(mark.capture_id, step_plan, refreshed=refreshed)
+                    self._graphs.note_read(mark.capture_id, step_plan, refreshed=refreshed, decoded=False)
         self._log_route(slot, step_plan, "")
         if slot.spec.shared_lengths:
             self._answers[(slot.site, slot.ubatch)].last = step_plan
@@ -765,7 +765,7 @@ class PlanManager:
                     SecondStepError,
                 )
         with self._lock:
-            self._graphs.note_read(capture_id, plan, refreshed=refreshed)
+            self._graphs.note_read(capture_id, plan, refreshed=refreshed, decoded=True)
         return tables, scratch
 
     def _check_unmoved(self, plan: StepPlan, mark: Mark, tables: Tables) -> None:
@@ -968,7 +968,8 @@ class PlanManager:
                     record = self._graphs.record_for(self._capture_id())
                     record.bind(g)
                 yield g
-            self._graphs.bind(g, record)
+            with self._lock:
+                self._graphs.bind(g, record)
         finally:
             self._drain()  # a capture that failed is gone by now, and takes its pins along
 
@@ -987,7 +988,8 @@ class PlanManager:
             previous = self._graphs.of(g)
             if previous is not None and previous is not record:
                 self._release(previous, "captured again")
-            self._graphs.bind(g, record)
+            with self._lock:
+                self._graphs.bind(g, record)
         finally:
             self._announcer.deliver()
 

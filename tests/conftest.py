@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import time
 import weakref
 from collections.abc import Iterator
 from functools import wraps
+from pathlib import Path
 
 import pytest
 
 from planlife import PlanManager
 
+# Triton reads this once, when it is first imported, whoever does that: without a GPU its kernels are interpreted.
+if not (any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 @pytest.fixture(scope="session", autouse=True)
-def cheap_collections() -> None:
+def cheap_collections() -> Iterator[None]:
     """What was imported stays: freezing it makes the leak checks' collections walk the test's own objects only."""
     gc.collect()
     gc.freeze()
+    yield
+    gc.unfreeze()  # Triton reports objects that outlive the interpreter
 
 
 @pytest.fixture(autouse=True)

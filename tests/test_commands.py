@@ -295,5 +295,5 @@ def test_bad_options_of_doctor_and_estimate_exit_with_2(arguments):
 
 
 def test_estimate_for_a_backend_that_is_not_here_exits_with_1():
-    result = CliRunner().invoke(command, ["estimate", "--backend", "triton"])
+    result = CliRunner().invoke(command, ["estimate", "--backend", "aiter"])
     assert result.exit_code == 1 and "not part of this release" in result.stderr

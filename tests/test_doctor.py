@@ -196,11 +196,10 @@ def test_an_h200_that_this_release_does_not_serve_is_seen_and_refused_with_all_r
     assert found.driver == "NVIDIA 570.124.06"
     assert (found.device, found.backend) == (None, None)
     assert found.refused == ('this release serves CPU only. Pass device="cpu".',)
-    for name in ("aiter", "triton"):
-        absent, refused = verdicts(found)[name]
-        assert "not part of this release" in absent and "serves CPU only" in refused
+    absent, refused = verdicts(found)["aiter"]
+    assert "not part of this release" in absent and "serves CPU only" in refused
     (answer,) = found.sites
-    assert [len(fallback.reasons) for fallback in answer.fallbacks] == [2, 1]
+    assert [len(fallback.reasons) for fallback in answer.fallbacks] == [1, 1]
     assert verdicts(found)["torch"] == ('this release serves CPU only. Pass device="cpu"',)
     assert examine(seen, device="cpu").refused == ()  # positive control: the way out
 
@@ -418,7 +417,7 @@ def test_a_broken_backend_is_a_line_and_the_others_still_answer(monkeypatch: pyt
     found = examine(machine(), sites(default=one, other=one))
     assert len([line for line in found.wrong if line.startswith("asking backend torch failed: ZeroDivision")]) == 1
     assert "asking backend torch failed" in verdicts(found)["torch"][0]
-    assert "not part of this release" in verdicts(found)["triton"][0]
+    assert "not part of this release" in verdicts(found)["aiter"][0]
     assert found.refused != () and found.worst_case_bytes is None
 
 
@@ -440,7 +439,7 @@ def test_a_site_that_nobody_serves_is_refused_and_a_fallback_that_can_take_it_is
     assert "fallback torch" in examine(machine(), sites(packed=PACKED), fallback="torch").refused[0]
 
 
-@pytest.mark.parametrize("name", ["aiter", "triton"])
+@pytest.mark.parametrize("name", ["aiter"])
 def test_a_backend_that_has_to_serve_and_cannot_is_refused_whatever_the_fallback(name: str) -> None:
     found = examine(machine(), backend=name, fallback="torch")
     assert name in found.refused[0] and found.worst_case_bytes is None and found.wrong == ()

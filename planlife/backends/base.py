@@ -57,7 +57,8 @@ class Backend(Protocol):
         ...
 
     def make_tables(self, spec: PlanSpec, plan_rows: int, num_compute_units: int, buffer: Any) -> NativePlan:
-        """Views of `buffer` (uint8[table_bytes]) as one table set. Contents stay undefined until `refresh`."""
+        """Views of `buffer` (uint8[table_bytes]) as one table set, which may come before `compile`. Contents stay
+        undefined until `refresh`, which comes after it."""
         ...
 
     def refresh(self, tables: NativePlan, context_lens: Any | None, num_rows: int) -> None:

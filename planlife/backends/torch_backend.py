@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +15,8 @@ from ..spec import DTYPE_BYTES, PlanSpec, check_int
 from .base import FLAG_CLAMPED, FLAG_STALE
 
 #: In staged_lens: the tables were emptied on purpose, whatever the length buffer says.
-_EMPTIED = -1
+EMPTIED = -1
 _ALIGN_BYTES = 16
-_FALLBACK_ROWS = 1024  # rows that the fallback decodes at a time: its scratch stays bounded
 
 
 class TorchPlan:
@@ -35,7 +33,7 @@ class TorchPlan:
         self.spec = spec
         self.capacity = spec_capacity(spec, plan_rows, num_compute_units)
         self.max_partitions = num_compute_units if spec.max_partitions is None else spec.max_partitions
-        work_end, reduce_end, lens_end = _table_ends(self.capacity, plan_rows)
+        work_end, reduce_end, lens_end = table_ends(self.capacity, plan_rows)
         # In inference mode view(dtype) makes an inference tensor, which no step outside that mode could refresh.
         with torch.inference_mode(False):
             self.work_info = buffer[: self.capacity * 16].view(torch.int32).view(self.capacity, 4)
@@ -43,11 +41,42 @@ class TorchPlan:
             self.staged_lens = buffer[reduce_end:lens_end].view(torch.int32)
 
 
-def _table_ends(capacity: int, plan_rows: int) -> tuple[int, int, int]:
+def table_ends(capacity: int, plan_rows: int) -> tuple[int, int, int]:
     """Where work_info, reduce_info and staged_lens end; each starts aligned."""
     work_end = capacity * 16
     reduce_end = work_end + -(-plan_rows * 8 // _ALIGN_BYTES) * _ALIGN_BYTES
     return work_end, reduce_end, reduce_end + plan_rows * 4
+
+
+def refuse_numbers(backend: str, spec: PlanSpec, device: Any) -> list[str]:
+    """What the numbers of a spec rule out on a device, whichever of our own kernels decode it."""
+    reasons = []
+    pack = 16 // DTYPE_BYTES[spec.kv_dtype]
+    if spec.kv_layout == "packed" and (spec.head_dim % pack or spec.page_size % pack):
+        reasons.append(
+            f"the {backend} backend does not read kv_layout='packed' with head_dim {spec.head_dim} and page_size "
+            f"{spec.page_size}: a packed {spec.kv_dtype} cache has both in multiples of {pack}; use 'nhd' or 'hnd'"
+        )
+    if spec.max_partitions is not None and spec.max_partitions > device.num_compute_units:
+        reasons.append(
+            f"max_partitions={spec.max_partitions} is above the {device.num_compute_units} compute units "
+            f"of {device.name}; pass at most that, or None"
+        )
+    return reasons
+
+
+def partials_bytes(spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
+    """Bytes of float32 maxima, sums and outputs of every slot of a table set."""
+    slots = spec.num_kv_heads * spec_capacity(spec, plan_rows, num_compute_units)
+    return slots * spec.query_rows_per_kv_head * (8 + 4 * spec.head_dim)
+
+
+def check_scales(spec: PlanSpec, key_scale: Any, value_scale: Any) -> None:
+    """ConfigError unless scales are given where the spec has them, and only there."""
+    for what, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
+        if (scale is None) != (spec.scales == "none"):
+            found = "None" if scale is None else "given"
+            raise ConfigError(f"{what} is {found}, but a {spec.kv_dtype} cache takes scales={spec.scales!r}.")
 
 
 class TorchBackend:
@@ -64,19 +93,7 @@ class TorchBackend:
         self.max_plan_rows = max_plan_rows
 
     def refuse_spec(self, spec: PlanSpec, device: Any) -> Sequence[str]:
-        reasons = []
-        pack = 16 // DTYPE_BYTES[spec.kv_dtype]
-        if spec.kv_layout == "packed" and (spec.head_dim % pack or spec.page_size % pack):
-            reasons.append(
-                f"the torch backend does not read kv_layout='packed' with head_dim {spec.head_dim} and page_size "
-                f"{spec.page_size}: a packed {spec.kv_dtype} cache has both in multiples of {pack}; use 'nhd' or 'hnd'"
-            )
-        if spec.max_partitions is not None and spec.max_partitions > device.num_compute_units:
-            reasons.append(
-                f"max_partitions={spec.max_partitions} is above the {device.num_compute_units} compute units "
-                f"of {device.name}; pass at most that, or None"
-            )
-        return reasons
+        return refuse_numbers(self.name, spec, device)
 
     def refuse_step(self, spec: PlanSpec, context_lens: Any) -> Sequence[str]:
         return ()
@@ -85,11 +102,10 @@ class TorchBackend:
         return default_workgroup_budget(device.num_compute_units)
 
     def table_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
-        return _table_ends(spec_capacity(spec, plan_rows, num_compute_units), plan_rows)[2]
+        return table_ends(spec_capacity(spec, plan_rows, num_compute_units), plan_rows)[2]
 
     def scratch_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
-        slots = spec.num_kv_heads * spec_capacity(spec, plan_rows, num_compute_units)
-        return slots * spec.query_rows_per_kv_head * (8 + 4 * spec.head_dim)
+        return partials_bytes(spec, plan_rows, num_compute_units)
 
     def compile(self, spec: PlanSpec, plan_rows: int, device: Any) -> int:
         if device.name.startswith("cuda"):
@@ -117,7 +133,7 @@ class TorchBackend:
             query_length=spec.query_length,
         )
         if context_lens is None:
-            staged.fill_(_EMPTIED)
+            staged.fill_(EMPTIED)
 
     def decode(
         self,
@@ -135,10 +151,7 @@ class TorchBackend:
         lse: Any,
     ) -> None:
         spec = tables.spec
-        for what, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
-            if (scale is None) != (spec.scales == "none"):
-                found = "None" if scale is None else "given"
-                raise ConfigError(f"{what} is {found}, but a {spec.kv_dtype} cache takes scales={spec.scales!r}.")
+        check_scales(spec, key_scale, value_scale)
         decode_into(
             output,
             query,
@@ -150,8 +163,8 @@ class TorchBackend:
             work_info=tables.work_info,
             reduce_info=tables.reduce_info,
             scratch=scratch,
-            key_scale=_on_host_as_float(key_scale),
-            value_scale=_on_host_as_float(value_scale),
+            key_scale=as_host_float(key_scale),
+            value_scale=as_host_float(value_scale),
             sinks=sinks,
             lse=lse,
         )
@@ -166,68 +179,11 @@ class TorchBackend:
         # Not staged_lens: the tables are what a decode reads. An empty last row may start one slot past them.
         in_tables = tables.work_info[:, 3][first_slots.clamp(0, tables.capacity - 1)]
         planned = torch.where(num_slots > 0, in_tables, 0)
-        is_stale = (planned != wanted).any() & (tables.staged_lens != _EMPTIED).all()
+        is_stale = (planned != wanted).any() & (tables.staged_lens != EMPTIED).all()
         flags[FLAG_STALE].add_(is_stale)
         flags[FLAG_CLAMPED].add_((lens > max_tokens).sum())
 
 
-def _on_host_as_float(scale: Any) -> torch.Tensor | float | None:
+def as_host_float(scale: Any) -> torch.Tensor | float | None:
     """A host number as a float; a tensor as it is, because converting it would read it back."""
     return scale if scale is None or isinstance(scale, torch.Tensor) else float(scale)
-
-
-def dense_fallback(
-    output: torch.Tensor,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
-    softmax_scale: float,
-    *,
-    spec: PlanSpec,
-    key_scale: Any,
-    value_scale: Any,
-    sinks: Any,
-    lse: torch.Tensor | None = None,
-) -> None:
-    """The "torch" fallback: the same decode with one task per row, planned on the fly.
-
-    context_lens: int32[rows]; the other tensors as for `PlanManager.pa_decode`. Query rows behind are zeroed, and their
-        lse is -inf.
-
-    Raises ConfigError. Capture: yes. Syncs: no. Allocates: tables and scratch, for the call only (R26).
-    """
-    backend = TorchBackend()
-    one_task_each = replace(spec, max_partitions=1)
-    num_rows, length = context_lens.shape[0], spec.query_length
-    for start in range(0, num_rows, _FALLBACK_ROWS):
-        rows = slice(start, min(start + _FALLBACK_ROWS, num_rows))
-        query_rows = slice(rows.start * length, rows.stop * length)
-        plan_rows = rows.stop - rows.start
-        tables, scratch = (
-            torch.empty(num_bytes, dtype=torch.uint8, device=query.device)
-            for num_bytes in (
-                backend.table_bytes(one_task_each, plan_rows, 1),
-                backend.scratch_bytes(one_task_each, plan_rows, 1),
-            )
-        )
-        plan = backend.make_tables(one_task_each, plan_rows, 1, tables)
-        backend.refresh(plan, context_lens[rows], plan_rows)
-        backend.decode(
-            plan,
-            scratch,
-            output[query_rows],
-            query[query_rows],
-            key_cache,
-            value_cache,
-            block_tables[rows],
-            softmax_scale,
-            key_scale,
-            value_scale,
-            sinks,
-            None if lse is None else lse[query_rows],
-        )
-    output[num_rows * length :].zero_()
-    if lse is not None:
-        lse[num_rows * length :].fill_(-torch.inf)

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -704,3 +705,32 @@ def test_a_capture_that_touched_no_plan_is_adopted_without_the_pins_of_the_one_b
         world.manager.adopt(reads)
     with pytest.raises(RouteError, match="holds no pins here"):
         world.manager.guard(reads, world.step())
+
+
+@pytest.mark.parametrize("recorded_by", ["manager", "engine"])
+def test_a_recorded_refresh_that_no_recorded_decode_reads_is_reported_once(recorded_by: str) -> None:
+    """C32: the graph looks planned, and its layers run something else."""
+    world = World(warm=True)
+    events: list[Any] = []
+    world.manager.add_hook(events.append)
+
+    def capture(body: Any) -> Any:
+        if recorded_by == "manager":
+            with world.manager.graph() as g:
+                body()
+        else:
+            g = world.new_graph()
+            with world.record(g):
+                body()
+        world.manager.adopt(g)
+        return g
+
+    world.set_lens([300, 17])
+    step = world.step()
+    decoded = capture(lambda: world.decode(world.manager.plan_for(step)))
+    assert [event for event in events if event.kind == "stale"] == []  # positive control
+    unread = capture(lambda: world.manager.plan_for(step))
+    (event,) = [event for event in events if event.kind == "stale"]
+    assert event.subject == "default/8/ub0" and "no decode in the graph reads it" in event.reason
+    assert world.counters()["stale_detected"] == 1
+    del decoded, unread

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from planlife import PlanManager, Step
-from planlife.backends.torch_backend import dense_fallback
+from planlife.backends.dense_fallback import DenseFallback
+from planlife.backends.torch_backend import TorchBackend
 from planlife.testing import pytest_plugin
 from planlife.testing.builder_suite import SCENARIOS, BuilderFailure, Unsupported, check_builder, run_scenario
 
@@ -63,7 +64,7 @@ class DecodesOtherwiseWithoutPlan(ForgetsToPlanInCapture):
 def decode_without_plan(metadata: Metadata, output: torch.Tensor, *call: Any) -> None:
     *tensors, softmax_scale = call
     extras: dict[str, Any] = {"spec": SPEC, "key_scale": None, "value_scale": None, "sinks": None}
-    dense_fallback(output, *tensors, metadata.lens, softmax_scale, **extras)
+    DenseFallback(TorchBackend())(output, *tensors, metadata.lens, softmax_scale, **extras)
 
 
 def test_a_graph_that_reads_no_plan_is_named() -> None:

@@ -269,7 +269,7 @@ def test_sinks_of_any_float_type_are_taken(dtype):
     call.assert_matches(call.decode())
 
 
-class _Overlapping:
+class Overlapping:
     """Pages that start one token after another: 70,000 distinct ones in a few MiB."""
 
     def __init__(self, spec: PlanSpec, dtype: torch.dtype) -> None:
@@ -286,7 +286,7 @@ NUM_FAR_PAGES = 70_000
 def test_block_ids_past_sixteen_bits_are_read_as_they_are(layout, kv_dtype):
     scales = "none" if kv_dtype == "bfloat16" else "per token"
     call = KindCall((300, 17), layout=layout, kv_dtype=kv_dtype, scales=scales, num_q_heads=2, num_kv_heads=1)
-    call.nhd = tuple(_Overlapping(call.spec, getattr(torch, kv_dtype)).nhd for _ in range(2))
+    call.nhd = tuple(Overlapping(call.spec, getattr(torch, kv_dtype)).nhd for _ in range(2))
     call.keys, call.values = (c.transpose(1, 2) for c in call.nhd) if layout == "hnd" else call.nhd
     call.tables[call.tables != -1] = torch.randint(65_536, NUM_FAR_PAGES, ((call.tables != -1).sum(),)).to(torch.int32)
     if scales != "none":

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from planlife.backends import torch_backend
-from planlife.backends.torch_backend import TorchBackend, dense_fallback
+from planlife.backends import dense_fallback
+from planlife.backends.dense_fallback import DenseFallback
+from planlife.backends.torch_backend import TorchBackend
 from planlife.errors import ConfigError
 from planlife.kernels import torch_decode
 from planlife.spec import PlanSpec
@@ -359,7 +360,8 @@ def test_a_recorded_step_decodes_the_lengths_of_its_replay():
 
 def fall_back(call: Call, **changed: Any) -> torch.Tensor:
     options = {"spec": call.spec, "key_scale": None, "value_scale": None, "sinks": None, **changed}
-    dense_fallback(call.output, call.query, call.keys, call.values, call.tables, call.lens, call.scale, **options)
+    fallback = DenseFallback(TorchBackend())
+    fallback(call.output, call.query, call.keys, call.values, call.tables, call.lens, call.scale, **options)
     return call.output
 
 
@@ -371,7 +373,7 @@ def test_the_fallback_equals_the_reference(options):
 
 def test_the_fallback_bounds_its_scratch_by_going_on_in_row_ranges(monkeypatch):
     """As little as its largest range needs, and none of it is left."""
-    monkeypatch.setattr(torch_backend, "_FALLBACK_ROWS", 5)
+    monkeypatch.setattr(dense_fallback, "_CHUNK_ROWS", 5)
     call = Call(make_spec(query_length=2), EDGE_LENS)
     scratch_rows, scratches = [], []
     scratch_bytes, decode = TorchBackend.scratch_bytes, TorchBackend.decode

@@ -1,0 +1,59 @@
+"""The planners compile for the GPUs it is meant for, on a machine that has none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton: pip install 'planlife[triton]'")
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+#: Kernel.prepare compiles for a target instead of a device, and says what came out.
+PROGRAM = """
+import inspect
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from planlife.kernels.triton_launch import Kernel
+from planlife.kernels.triton_planner import prepare_planners
+
+TYPES = {"tl.int32": "i32", "tl.int64": "i64", "tl.float32": "fp32", "tl.constexpr": "constexpr"}
+POINTERS = {
+    torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8", torch.float32: "*fp32", torch.float16: "*fp16",
+    torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e4m3fnuz: "*fp8e4b8",
+}
+
+def prepare(self, device, *dtypes, **constants):
+    pointers = iter(dtypes)
+    signature = {
+        name: POINTERS[next(pointers)] if parameter.annotation is parameter.empty else TYPES[parameter.annotation]
+        for name, parameter in inspect.signature(self._function.fn).parameters.items()
+    }
+    constexprs = {name: constants.pop(name) for name, kind in signature.items() if kind == "constexpr"}
+    source = ASTSource(self._function, signature, constexprs)
+    print(target.arch, self.name, *triton.compile(source, target=target, options=constants).asm)
+    return True
+
+Kernel.prepare = prepare
+Kernel.prepared = lambda self, *dtypes, **constants: None
+for target in (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
+    prepare_planners("cuda:0")
+"""
+
+
+def test_planners_and_sanitizer_compile_for_nvidia_and_amd(tmp_path):
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": "."}
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment)
+    assert run.returncode == 0, run.stderr
+    compiled = [line.split() for line in run.stdout.splitlines()]
+    planners = {"_plan_rows", "_plan_slots", "_sum_tiles", "_share_slots", "_fill_records", "_compare_lens"}
+    for target, binary in (("80", "cubin"), ("90", "cubin"), ("gfx942", "hsaco")):
+        kernels = {name: outputs for arch, name, *outputs in compiled if arch == target}
+        assert planners <= kernels.keys()
+        assert all(binary in outputs for outputs in kernels.values())
