@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,18 @@ _LINE_COLUMNS = 100
 _HANDED_OUT = ("StepPlan", "OffPlan")
 #: The errors of this package are one table, which is a part of its own.
 _TREE = "planlife"
-_FACTS = ("Raises", "Returns", "Capture:", "Syncs:", "Allocates:", "Threads:", "Owns:", "Borrows:", "Address-stable:")
+_FACTS = (
+    "Raises",
+    "Returns",
+    "Capture:",
+    "Syncs:",
+    "Allocates:",
+    "Syncs, Allocates:",
+    "Threads:",
+    "Owns:",
+    "Borrows:",
+    "Address-stable:",
+)
 
 
 def main() -> None:
@@ -111,8 +123,8 @@ def api(dotted: str) -> str:
     if isinstance(found, type):
         bare = []
         for member_name, member, shown in _members(found):
-            if inspect.getdoc(member) and not _is_inherited_doc(member):
-                names_of_member = _names(member.fget if isinstance(member, property) else member)
+            if member is not None and member.__doc__:
+                names_of_member = _names(_getter(member))
                 text += [f"### `{name}.{member_name}`", _fence(shown), *described(member, names_of_member)]
             else:
                 bare.append(shown)
@@ -129,23 +141,25 @@ def _class_line(dotted: str, found: Any) -> str:
     return f"class {dotted}" if is_protocol or dotted.rpartition(".")[2] in _HANDED_OUT else ""
 
 
-def _is_inherited_doc(member: object) -> bool:
-    """`inspect.getdoc` looks at base classes too."""
-    return not getattr(member, "__doc__", None)
-
-
 def _members(cls: type) -> Iterator[tuple[str, Any, str]]:
     """(name, member, how it is written) of a class, in the order of its source; fields are in its signature."""
     for name, raw in vars(cls).items():
         if name.startswith("_") or inspect.ismemberdescriptor(raw) or inspect.isclass(raw):
             continue
-        if isinstance(raw, property):
-            returns = _annotation(inspect.signature(raw.fget).return_annotation)  # type: ignore[arg-type]
+        if isinstance(raw, (property, cached_property)):
+            returns = _annotation(inspect.signature(_getter(raw)).return_annotation)
             yield name, raw, f"{name}: {returns}"
         elif isinstance(raw, (staticmethod, classmethod)):
             yield name, raw.__func__, _signature(f"{cls.__name__}.{name}", getattr(cls, name))
         elif inspect.isfunction(raw):
             yield name, raw, _signature(name, raw, skip_first=True)
+        elif not is_dataclass(cls):
+            yield name, None, f"{name} = {_value(raw)}"
+
+
+def _getter(member: Any) -> Any:
+    """The function that a property calls; anything else as it is."""
+    return getattr(member, "fget", None) or getattr(member, "func", None) or member
 
 
 def _names(found: Any) -> set[str]:

@@ -188,27 +188,47 @@ def test_a_part_about_a_name_that_does_not_exist_is_refused() -> None:
             make_docs.filled(f"<!-- made: {part} -->\n<!-- end -->\n")
 
 
-def parameters(public: Any) -> set[str]:
-    """Names that a caller may use: of a function, or of a class's constructor and public methods."""
-    if inspect.isclass(public):
-        methods = [member for name, member in inspect.getmembers(public, callable) if not name.startswith("_")]
-        constructor = [public] if public.__name__ not in ("StepPlan", "OffPlan") else []
-        return set().union(*map(parameters, filter(inspect.isroutine, methods)), *map(signature_names, constructor))
-    return signature_names(public)
+def written_signatures(name: str, body: str) -> dict[str, inspect.Signature]:
+    """What a part of the API page shows, read back as Python: by the name of a method, "" for the thing itself."""
+    found = {"": re.search(r"^```py\n(.*?)^```$", body, re.M | re.S)}
+    found |= {one[1]: one for one in re.finditer(r"^### `\w+\.(\w+)`\n\n```py\n(.*?)^```$", body, re.M | re.S)}
+    read = {}
+    for member, fence in found.items():
+        assert fence, name
+        before, bracket, rest = fence[fence.lastindex].partition("(")
+        if bracket and re.fullmatch(r"[\w.]+", before):
+            names: dict[str, Any] = {}
+            exec(f"from __future__ import annotations\ndef f({rest.strip()}: ...", names)
+            read[member] = inspect.signature(names["f"])
+    return read
 
 
-def signature_names(public: Any) -> set[str]:
-    return set(inspect.signature(public).parameters) - {"self"}
+def as_called(signature: inspect.Signature) -> list[tuple[str, object, object]]:
+    return [
+        (one.name, one.kind, ... if "factory" in repr(one.default) else one.default)
+        for one in signature.parameters.values()
+        if one.name != "self"
+    ]
 
 
 @pytest.mark.parametrize("module", make_docs.PUBLIC)
-def test_every_parameter_of_a_public_name_is_on_the_api_page(module: str) -> None:
+def test_what_the_api_page_shows_of_a_public_name_can_be_called_like_it(module: str) -> None:
     parts = make_docs.parts(API.read_text())
+    num_signatures = 0
     for name in import_module(module).__all__:
         public = getattr(import_module(module), name)
-        if callable(public) and not (inspect.isclass(public) and issubclass(public, Exception)):
-            words = set(re.findall(r"\w+", parts[f"{module}.{name}"]))
-            assert parameters(public) <= words, name
+        if f"{module}.{name}" not in parts:
+            assert issubclass(public, planlife.PlanlifeError)
+            continue
+        body = parts[f"{module}.{name}"]
+        for member, shown in written_signatures(name, body).items():
+            real = getattr(public, member) if member else public
+            assert as_called(shown) == as_called(inspect.signature(real)), (name, member)
+            num_signatures += 1
+        if inspect.isclass(public):
+            members = {member for member in vars(public) if not member.startswith("_")}
+            assert members - set(getattr(public, "__slots__", ())) - set(re.findall(r"\w+", body)) == set(), name
+    assert num_signatures > 10
 
 
 def missing_members(text: str) -> list[str]:
