@@ -72,8 +72,6 @@ def filled(page: str) -> str:
     """The page with all its made parts as the code has them now. Raises LookupError for a part that nothing makes."""
 
     def fill(part: re.Match[str]) -> str:
-        if part["maker"] not in MAKERS:
-            raise LookupError(f"nothing makes '{part['maker']}'; there are {', '.join(MAKERS)}")
         made = MAKERS[part["maker"]](*filter(None, [part["name"]]))
         head = part[0].partition("\n")[0]
         return f"{head}\n\n{made.strip()}\n\n<!-- end -->"
@@ -174,26 +172,22 @@ def _signature(name: str, found: Any, *, skip_first: bool = False) -> str:
     signature = inspect.signature(found)
     parameters = list(signature.parameters.values())[skip_first:]
     written = []
-    for index, one in enumerate(parameters):
-        before = parameters[index - 1].kind if index else None
-        if one.kind is one.KEYWORD_ONLY and before not in (one.KEYWORD_ONLY, one.VAR_POSITIONAL):
+    is_by_name = False  # after *args, or the star that stands for them
+    for one in parameters:
+        if one.kind is one.KEYWORD_ONLY and not is_by_name:
             written.append("*")
+        is_by_name = is_by_name or one.kind in (one.KEYWORD_ONLY, one.VAR_POSITIONAL)
         star = {one.VAR_POSITIONAL: "*", one.VAR_KEYWORD: "**"}.get(one.kind, "")
         text = star + one.name + ("" if one.annotation is one.empty else f": {_annotation(one.annotation)}")
         written.append(text if one.default is one.empty else f"{text} = {_value(one.default)}")
-        after = parameters[index + 1].kind if index + 1 < len(parameters) else None
-        if one.kind is one.POSITIONAL_ONLY and after is not one.POSITIONAL_ONLY:
-            written.append("/")
     returns = _annotation(signature.return_annotation)
     if inspect.isgeneratorfunction(inspect.unwrap(found)) and found is not inspect.unwrap(found):
         returns = returns.replace("Iterator[", "AbstractContextManager[", 1)
     arrow = "" if isinstance(found, type) or not returns else f" -> {returns}"
     line = f"{name}({', '.join(written)}){arrow}"
-    return (
-        line
-        if len(line) <= _LINE_COLUMNS
-        else "\n    ".join([f"{name}(", *(f"{one}," for one in written)]) + f"\n){arrow}"
-    )
+    if len(line) <= _LINE_COLUMNS:
+        return line
+    return "\n    ".join([f"{name}(", *(f"{one}," for one in written)]) + f"\n){arrow}"
 
 
 def _annotation(annotation: Any) -> str:
