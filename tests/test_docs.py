@@ -161,7 +161,7 @@ def test_readme_lists_every_page() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_picture_says_in_words_what_it_shows(page: Path) -> None:
-    assert [words for words in re.findall(r"!\[(.*?)\]\(", page.read_text()) if len(words.split()) < 10] == []
+    assert [words for words in re.findall(r"!\[(.*?)\]\(", page.read_text()) if len(words.split()) < 5] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
