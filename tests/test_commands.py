@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import json
-<<<<<<< HEAD
-from dataclasses import replace
-=======
-import os
 import subprocess
 import sys
 from dataclasses import replace
 from importlib import metadata
-from pathlib import Path
->>>>>>> main
 
 import click
 import pytest
@@ -25,7 +19,7 @@ from planlife.commands import planlife as command
 from planlife.errors import BudgetError, ConfigError
 from planlife.sites import DEFAULT_SITES, read_sites
 
-from .child_process import run_python
+from .child_process import REPOSITORY, child_environment, run_python
 
 
 class Result:
@@ -185,7 +179,7 @@ def test_without_the_extra_the_command_says_what_to_install(missing):
 def test_without_torch_a_command_that_needs_it_says_so_in_one_line(arguments):
     code = f"import sys; sys.modules['torch'] = None; sys.argv = {['planlife', *arguments]!r}\n"
     code += "from planlife.cli import main; main()"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY)
+    run = run_python("-c", code)
     assert run.returncode == 1
     assert run.stderr == "planlife: this command needs torch: install one that is built for this machine\n"
 
@@ -296,11 +290,7 @@ def test_letters_that_the_terminal_does_not_have_are_escaped(name, encoding, sho
     path = tmp_path / "sites.json"
     path.write_text(json.dumps({"П✓ \ud800": {**SITE, "ladder": [1]}}))
     arguments = [sys.executable, "-m", "planlife", name, "--sites", str(path)]
-    variables = {
-        **os.environ,
-        "PYTHONIOENCODING": encoding,
-        "CUDA_VISIBLE_DEVICES": "\udcff",
-    }  # a byte that is no UTF-8
+    variables = child_environment(PYTHONIOENCODING=encoding, CUDA_VISIBLE_DEVICES="\udcff")  # a byte that is no UTF-8
     run = subprocess.run(arguments, capture_output=True, cwd=REPOSITORY, env=variables)
     assert run.returncode == 0, run.stderr
     assert rf"{shown} \ud800" in run.stdout.decode()
