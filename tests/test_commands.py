@@ -84,6 +84,7 @@ def test_options_reach_the_demo_and_the_rest_keeps_its_defaults(run_with):
         *("demo", "--style", "in-graph", "--trace", "requests.csv", "--steps", "7"),
         *("--seed", "3", "--layers", "4", "--budget", "3MiB"),
         *("--kv", "fp8", "--scales", "per_token", "--layout", "packed", "--mtp", "5", "--window", "1024"),
+        *("--backend", "triton", "--device", "cuda:1"),
     )
     assert result.exit_code == 0
     assert config == planlife.demo.DemoConfig(
@@ -98,7 +99,24 @@ def test_options_reach_the_demo_and_the_rest_keeps_its_defaults(run_with):
         mtp=5,
         window=1024,
         budget_bytes=3 << 20,
+        backend="triton",
+        device="cuda:1",
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_told"),
+    [
+        (("--backend", "triton"), True),
+        (("--backend", "triton", "--device", "cuda"), False),
+        (("--backend", "torch"), False),
+        ((), False),
+    ],
+)
+def test_triton_on_a_cpu_is_told_to_be_slow_with_the_ways_out(run_with, arguments, is_told):
+    result, _ = run_with("demo", *arguments)
+    assert ("interpreter" in result.stderr) is is_told
+    assert ("--device cuda" in result.stderr and "--backend torch" in result.stderr) is is_told
 
 
 def test_scales_for_a_cache_that_has_none_are_refused_by_option_value_and_way_out(run_with):
@@ -152,6 +170,7 @@ def test_a_bug_keeps_its_traceback(run_with):
     [
         *(("--steps", "0"), ("--layers", "-1"), ("--budget", "0"), ("--style", "x"), ("--seed", "y")),
         *(("--kv", "int4"), ("--scales", "none"), ("--layout", "x"), ("--mtp", "0"), ("--mtp", "8"), ("--window", "0")),
+        ("--backend", "aiter"),
     ],
 )
 def test_bad_options_exit_with_2_before_anything_runs(run_with, arguments):

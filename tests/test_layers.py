@@ -19,7 +19,7 @@ LAYERS = (
     ("slot", "graph_book", "configuration", "merge", "hint"),
     ("manager",),
     ("emulated_graph", "torch_device", "kernels", "backends", "cuda_runtime", "cuda_device", "trace_file"),
-    ("trace", "testing", "demo", "bench", "sites", "estimate", "visibility", "doctor", "precision"),
+    ("trace", "testing", "demo", "bench", "bench_device", "sites", "estimate", "visibility", "doctor", "precision"),
     ("step_log", "recorder", "sim"),
     ("options", "sim_commands", "commands", "cli", "__main__"),
 )
