@@ -7,6 +7,7 @@ from dataclasses import replace
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
+from . import aiter_library
 from .backends.base import Backend, require_backend
 from .device import Device, require_device
 from .errors import BackendUnavailableError, ConfigError
@@ -141,7 +142,7 @@ def absence_reasons(name: str) -> Sequence[str]:
         return ()
     if name == "triton":
         return _triton_absence()
-    return (f"backend={name!r} is not part of this release; pass 'triton', 'torch' or 'auto'",)
+    return aiter_library.probe().reasons
 
 
 def _triton_absence() -> Sequence[str]:
@@ -174,6 +175,10 @@ def auto_backend(specs: Mapping[str, PlanSpec], device: Device) -> str:
 
 def _make_backend(name: str) -> Backend:
     """The backend of a name without absence_reasons."""
+    if name == "aiter":
+        from .backends.aiter_backend import AiterBackend
+
+        return AiterBackend()
     if name == "triton":
         from .backends.triton_backend import TritonBackend
 

@@ -172,16 +172,28 @@ class TorchBackend:
     def sanitize(
         self, tables: TorchPlan, context_lens: torch.Tensor, num_rows: int, flags: torch.Tensor, max_tokens: int
     ) -> None:
-        lens = context_lens[:num_rows]
-        wanted = torch.zeros_like(tables.staged_lens)
-        wanted[:num_rows].copy_(lens.clamp(0, tables.spec.max_context_tokens))
-        first_slots, num_slots = tables.reduce_info.to(torch.int64).unbind(1)
-        # Not staged_lens: the tables are what a decode reads. An empty last row may start one slot past them.
-        in_tables = tables.work_info[:, 3][first_slots.clamp(0, tables.capacity - 1)]
-        planned = torch.where(num_slots > 0, in_tables, 0)
-        is_stale = (planned != wanted).any() & (tables.staged_lens != EMPTIED).all()
-        flags[FLAG_STALE].add_(is_stale)
-        flags[FLAG_CLAMPED].add_((lens > max_tokens).sum())
+        is_live = (tables.staged_lens != EMPTIED).all()
+        count_differences(tables, context_lens, num_rows, flags, max_tokens, is_live)
+
+
+def count_differences(
+    tables: TorchPlan,
+    context_lens: torch.Tensor,
+    num_rows: int,
+    flags: torch.Tensor,
+    max_tokens: int,
+    is_live: torch.Tensor,
+) -> None:
+    """`Backend.sanitize` in tensor ops. is_live: bool[]: the tables were not emptied on purpose."""
+    lens = context_lens[:num_rows]
+    wanted = torch.zeros_like(tables.staged_lens)
+    wanted[:num_rows].copy_(lens.clamp(0, tables.spec.max_context_tokens))
+    first_slots, num_slots = tables.reduce_info.to(torch.int64).unbind(1)
+    # Not staged_lens: the tables are what a decode reads. An empty last row may start one slot past them.
+    in_tables = tables.work_info[:, 3][first_slots.clamp(0, tables.capacity - 1)]
+    planned = torch.where(num_slots > 0, in_tables, 0)
+    flags[FLAG_STALE].add_((planned != wanted).any() & is_live)
+    flags[FLAG_CLAMPED].add_((lens > max_tokens).sum())
 
 
 def as_host_float(scale: Any) -> torch.Tensor | float | None:

@@ -1,0 +1,192 @@
+"""Which aiter is installed, told by its signatures: asked once per process, and never because planlife is imported."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module, util
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+#: Names are taken from the module that defines them: the package exports `pa_decode` lazily, under its submodule's
+#: name, so that an attribute of the package is sometimes the function and sometimes the module (ROCm/aiter#5949).
+DEFINING_MODULE = "aiter.ops.flydsl.pa_decode"
+_PLANNER_FILE = Path("ops", "flydsl", "pa_decode.py")
+
+#: What planlife passes. Positional ones first, as pa_decode has them.
+PLAN_KEYWORDS = ("max_partitions", "sliding_window", "query_length", "plan")
+PLAN_FIELDS = ("work_info", "reduce_info", "num_kv_heads", "max_partitions", "sliding_window", "query_length")
+DECODE_POSITIONALS = (
+    "output",
+    "query",
+    "key_cache",
+    "value_cache",
+    "context_lengths",
+    "block_tables",
+    "softmax_scale",
+    "query_length",
+)
+DECODE_KEYWORDS = (
+    "compute_type",
+    "key_scale",
+    "value_scale",
+    "exp_sums",
+    "max_logits",
+    "temporary_output",
+    "sinks",
+    "sliding_window",
+    "work_plan",
+    "max_context_length",
+)
+_BUDGET_KEYWORDS = ("kv_dtype", "head_dim", "block_size", "query_length", "query_group_size", "sliding_window")
+_NHD_KEYWORDS = ("kv_dtype", "head_dim", "block_size", "query_group_size")
+
+#: Only older ones have these: before ROCm/aiter#5809 a plan was optional.
+_BEFORE_PLANS_WERE_MANDATORY = ("max_context_partition_num", "ps", "tuned_file")
+
+_WHERE_FROM = "it comes with the ROCm images (PyPI's aiter is another project)"
+_UPGRADE = "upgrade aiter to one with ROCm/aiter#5809, together with the engine that calls it"
+_OTHERWISE = "or pass 'triton', 'torch' or 'auto'"
+
+
+@dataclass(frozen=True)
+class AiterLibrary:
+    """aiter's paged decode with work plans, as it is installed.
+
+    plan, decode, plan_type: plan_pa_decode, pa_decode and PADecodePlan.
+    can_use, workgroup_budget, nhd_max_query_length: can_use_flydsl_pa_decode, pa_decode_default_workgroup_budget and
+        pa_decode_nhd_max_query_length; None where this aiter has none that can be asked as planlife would.
+    takes_max_batch_size: plan_pa_decode has that parameter, which came with gfx1250.
+    """
+
+    plan: Callable[..., Any]
+    decode: Callable[..., Any]
+    plan_type: Callable[..., Any]
+    can_use: Callable[..., Any] | None = None
+    workgroup_budget: Callable[..., Any] | None = None
+    nhd_max_query_length: Callable[..., Any] | None = None
+    takes_max_batch_size: bool = False
+
+
+class Probe(NamedTuple):
+    """library: None where aiter cannot be used. reasons: why not, empty if it can."""
+
+    library: AiterLibrary | None
+    reasons: tuple[str, ...]
+
+
+@cache
+def probe() -> Probe:
+    """What is installed in this process. Imports aiter if it is ROCm's."""
+    module, reason = _find()
+    return Probe(None, (reason,)) if module is None else read(module)
+
+
+def _find() -> tuple[ModuleType | None, str]:
+    """The defining module, or why there is none. What is not ROCm's is told by its files, without importing it."""
+    module = sys.modules.get(DEFINING_MODULE)
+    if module is not None:
+        return module, ""
+    if "aiter" not in sys.modules:
+        spec = util.find_spec("aiter")
+        if spec is None:
+            return None, f"'aiter' is not installed: {_WHERE_FROM}; {_OTHERWISE[3:]}"
+        folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+        if not any((folder / "ops").is_dir() for folder in folders):
+            return None, (
+                f"the 'aiter' in {spec.origin} is PyPI's asyncio package of that name, not ROCm's kernel library: "
+                f"pip uninstall aiter; ROCm's comes with the ROCm images; {_OTHERWISE}"
+            )
+        if not any((folder / _PLANNER_FILE).is_file() for folder in folders):
+            return None, f"the aiter here has no {DEFINING_MODULE}, and so no plan_pa_decode: {_UPGRADE}, {_OTHERWISE}"
+    try:
+        # Not `import a.b.c as m`, which takes an attribute of the package.
+        return import_module(DEFINING_MODULE), ""
+    except Exception as error:  # a library that cannot start may raise anything
+        return None, (
+            f"{DEFINING_MODULE} cannot be imported here ({type(error).__name__}: {error}): repair that, {_OTHERWISE}"
+        )
+
+
+def read(module: ModuleType) -> Probe:
+    """The library in an imported module, or everything that planlife misses in it."""
+    names = ("plan_pa_decode", "pa_decode", "PADecodePlan")
+    missing = [name for name in names if not callable(getattr(module, name, None))]
+    if missing:
+        fork = [name for name in ("flydsl_pa_decode", "make_pa_decode_plan") if hasattr(module, name)]
+        kind = f": it has {', '.join(fork)} instead, as a fork does" if fork else ", so it is too old for work plans"
+        return Probe(None, (f"the aiter here has no {', '.join(missing)}{kind}; {_UPGRADE}, {_OTHERWISE}",))
+    plan, decode, plan_type = (getattr(module, name) for name in names)
+    reasons = [
+        *_misfits("plan_pa_decode", plan, ("context_lengths", "num_kv_heads"), PLAN_KEYWORDS),
+        *(_older(decode) or _misfits("pa_decode", decode, DECODE_POSITIONALS, DECODE_KEYWORDS)),
+        *_misfits("PADecodePlan", plan_type, (), PLAN_FIELDS),
+    ]
+    if reasons:
+        return Probe(None, tuple(f"{reason}, {_OTHERWISE}" for reason in reasons))
+
+    def optional(name: str, positionals: Sequence[str], keywords: Sequence[str]) -> Callable[..., Any] | None:
+        function = getattr(module, name, None)
+        return function if callable(function) and not _misfits(name, function, positionals, keywords) else None
+
+    library = AiterLibrary(
+        plan,
+        decode,
+        plan_type,
+        optional("can_use_flydsl_pa_decode", DECODE_POSITIONALS, DECODE_KEYWORDS),
+        optional("pa_decode_default_workgroup_budget", ("device",), _BUDGET_KEYWORDS),
+        optional("pa_decode_nhd_max_query_length", ("device",), _NHD_KEYWORDS),
+        "max_batch_size" in _parameters(plan),
+    )
+    return Probe(library, ())
+
+
+def _older(decode: Callable[..., Any]) -> list[str]:
+    """Why this pa_decode is of before plans were mandatory."""
+    parameters = _parameters(decode)
+    found = [name for name in _BEFORE_PLANS_WERE_MANDATORY if name in parameters]
+    work_plan = parameters.get("work_plan")
+    if found or (work_plan is not None and work_plan.default is not inspect.Parameter.empty):
+        sign = f"takes {', '.join(found)}" if found else "has a default for work_plan"
+        return [f"the aiter here is of before work plans were mandatory (its pa_decode {sign}): {_UPGRADE}"]
+    return []
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def _misfits(name: str, function: Callable[..., Any], positionals: Sequence[str], keywords: Sequence[str]) -> list[str]:
+    """Why a function cannot be called as planlife calls it. More parameters are fine while they have defaults."""
+    parameters = _parameters(function)
+    by_name = {
+        one.name
+        for one in parameters.values()
+        if one.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    }
+    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    lacking = [wanted for wanted in keywords if wanted not in by_name and not takes_any]
+    if tuple(parameters)[: len(positionals)] != tuple(positionals):
+        lacking.insert(0, f"({', '.join(positionals)}) in front")
+    if lacking:
+        return [f"the {name} of the aiter here does not take {', '.join(lacking)}: {_UPGRADE}"]
+    more = [
+        one.name
+        for one in parameters.values()
+        if one.name not in positionals
+        and one.name not in keywords
+        and one.default is inspect.Parameter.empty
+        and one.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    ]
+    if more:
+        return [
+            f"the {name} of the aiter here needs {', '.join(more)}, which this planlife does not know: upgrade planlife"
+        ]
+    return []

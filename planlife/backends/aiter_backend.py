@@ -1,0 +1,595 @@
+"""The aiter backend: ROCm's FlyDSL planner and paged decode, called over the manager's bytes."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+
+from ..aiter_library import AiterLibrary, probe
+from ..configuration import DeviceMeant
+from ..errors import BackendUnavailableError, ConfigError, RouteError
+from ..planner import default_workgroup_budget, spec_capacity
+from ..sizing import align
+from ..spec import DTYPE_BYTES, FP8_DTYPES, PlanSpec, check_int
+from .torch_backend import TorchPlan, count_differences, table_ends
+
+# What aiter's host code checks since ROCm/aiter#5809, for where it has no predicate to ask.
+#: plan_pa_decode: sequences of one plan.
+MAX_PLAN_ROWS = 4096
+#: pa_decode: architectures with work plans; the newer one came with plan_pa_decode's max_batch_size (ROCm/ATOM#2710).
+ARCHITECTURES = ("gfx942", "gfx950")
+NEWER_ARCHITECTURE = "gfx1250"
+#: pa_decode: the only FP8 cache of each architecture.
+FP8_OF_ARCHITECTURE = {"gfx942": "float8_e4m3fnuz", "gfx950": "float8_e4m3fn", "gfx1250": "float8_e4m3fn"}
+#: pa_decode: tokens of a page.
+PAGE_SIZES = (16, 64, 128)
+#: pa_decode: head dims are multiples of these by the cache's dtype, up to the largest; FP8 has 64 besides.
+HEAD_DIM_STEP_BF16, HEAD_DIM_STEP_FP8, SMALL_HEAD_DIM_FP8, MAX_HEAD_DIM = 64, 128, 64, 1024
+#: The reducer's indices: batch x (query rows per KV head x KV heads)^2 may not be above it.
+MAX_REDUCER_INDICES = 2**30
+
+#: Scales that are the same number in float32 are one kernel: the first that was given is passed.
+_SAME_FLOAT32 = 1e-7
+_WORD_BYTES = 4
+
+
+def architecture_of(device: Any) -> str:
+    """ "gfx942", ... of an AMD GPU, "" for every other device. device: a planlife Device."""
+    if torch.version.hip is None or not device.name.startswith("cuda"):
+        return ""
+    return str(torch.cuda.get_device_properties(device.name).gcnArchName).partition(":")[0]
+
+
+_Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class _Call:
+    """What calls of one row count, with one arena, have in common: aiter's checks want exact shapes.
+
+    A row has at most max_partitions tasks and they are packed, so the tables of fewer rows are the fronts of all.
+
+    Borrows: the arena, whose views go the moment it does, so that an eviction frees it.
+    """
+
+    __slots__ = ("num_rows", "plan", "scratch", "staged_lens", "views")
+
+    def __init__(self, tables: AiterPlan, scratch: torch.Tensor, num_rows: int) -> None:
+        spec = tables.spec
+        heads, rows, dim = spec.num_kv_heads, spec.query_rows_per_kv_head, spec.head_dim
+        self.num_rows = num_rows
+        capacity = min(tables.capacity, num_rows * tables.max_partitions)
+        end = heads * capacity * rows
+        with torch.inference_mode(False):
+            self.plan = tables.plan_of(tables.work_info[:capacity], tables.reduce_info[:num_rows])
+            self.staged_lens = tables.staged_lens[:num_rows]
+            alias = scratch.data  # views of it do not keep the tensor object that the manager holds
+            exp_sums, max_logits, output = (
+                alias[start:stop] for start, stop in _scratch_parts(spec, tables.capacity, capacity)
+            )
+            stats = (one.view(torch.float32)[:end].view(heads, capacity, rows) for one in (exp_sums, max_logits))
+            partials = output.view(tables.q_dtype)[: end * dim].view(heads, capacity, rows, dim)
+            self.views: list[torch.Tensor] = [*stats, partials]
+        self.scratch = weakref.ref(scratch, _clear(self.views))
+
+
+def _clear(views: list[torch.Tensor]) -> Callable[[object], None]:
+    return lambda _: views.clear()
+
+
+def _scratch_parts(spec: PlanSpec, full_capacity: int, capacity: int) -> list[tuple[int, int]]:
+    """(start, end) in bytes of exp_sums, max_logits and temporary_output. Starts, and so alignment, are the class's."""
+    slots = spec.num_kv_heads * spec.query_rows_per_kv_head
+    parts = []
+    start = 0
+    for slot_bytes in (4, 4, spec.head_dim * DTYPE_BYTES[spec.q_dtype]):
+        parts.append((start, start + slots * capacity * slot_bytes))
+        start = align(start + slots * full_capacity * slot_bytes)
+    return parts
+
+
+class AiterPlan(TorchPlan):
+    """One table set as views of the manager's bytes: TorchPlan's, a word that says they were emptied, two for scales.
+
+    plan: aiter's PADecodePlan over the whole tables, which refreshes write in place.
+
+    Borrows: the buffer, whose views these are. Address-stable: refreshes write in place.
+    """
+
+    __slots__ = (
+        "call",
+        "compute_type",
+        "emptied",
+        "key_word",
+        "lens_and_emptied",
+        "plan",
+        "plan_type",
+        "q_dtype",
+        "softmax_scales",
+        "value_word",
+    )
+
+    def __init__(
+        self,
+        library: AiterLibrary,
+        spec: PlanSpec,
+        plan_rows: int,
+        num_compute_units: int,
+        buffer: torch.Tensor,
+        softmax_scales: Iterable[float],
+    ) -> None:
+        super().__init__(spec, plan_rows, num_compute_units, buffer)
+        self.plan_type = library.plan_type
+        self.q_dtype = getattr(torch, spec.q_dtype)
+        self.compute_type = getattr(torch, spec.kv_dtype)
+        self.softmax_scales = {scale: scale for scale in softmax_scales}
+        _, lens_start, lens_end = table_ends(self.capacity, plan_rows)
+        with torch.inference_mode(False):
+            self.lens_and_emptied = buffer[lens_start : lens_end + _WORD_BYTES].view(torch.int32)
+            self.emptied = self.lens_and_emptied[plan_rows:]
+            words = buffer[lens_end + _WORD_BYTES : lens_end + 3 * _WORD_BYTES].view(torch.float32)
+            self.key_word, self.value_word = words[:1], words[1:]
+        self.plan = self.plan_of(self.work_info, self.reduce_info)
+        self.call: _Call | None = None
+
+    def plan_of(self, work_info: torch.Tensor, reduce_info: torch.Tensor) -> Any:
+        """aiter's plan over these tables."""
+        spec = self.spec
+        return self.plan_type(
+            work_info=work_info,
+            reduce_info=reduce_info,
+            num_kv_heads=spec.num_kv_heads,
+            max_partitions=self.max_partitions,
+            sliding_window=spec.sliding_window,
+            query_length=spec.query_length,
+        )
+
+
+class AiterBackend:
+    """planlife.backends.base.Backend over ROCm's aiter, for AMD GPUs.
+
+    max_plan_rows: most rows of one table set, at most aiter's own limit; larger classes become segments.
+    softmax_scales: those that pa_decode will be called with, which aiter compiles in; () = 1/sqrt(head_dim).
+    library: None = the installed one. architecture_of: of a Device; None = as torch tells.
+
+    Raises ConfigError, BackendUnavailableError where aiter cannot be used. It gives no log-sum-exps.
+    """
+
+    name = "aiter"
+    max_plan_rows: int | None
+
+    def __init__(
+        self,
+        max_plan_rows: int = MAX_PLAN_ROWS,
+        *,
+        softmax_scales: Sequence[float] = (),
+        library: AiterLibrary | None = None,
+        architecture_of: Callable[[Any], str] | None = None,
+    ) -> None:
+        self.max_plan_rows = check_int("max_plan_rows", max_plan_rows, at_least=1, at_most=MAX_PLAN_ROWS)
+        for scale in softmax_scales:
+            if type(scale) is not float or not (math.isfinite(scale) and scale > 0):
+                raise ConfigError(f"softmax_scales must be floats, finite and > 0, got {scale!r}.")
+        self._softmax_scales = tuple(softmax_scales)
+        if library is None:
+            library, reasons = probe()
+            if library is None:
+                raise BackendUnavailableError("; ".join(reasons) + ".")
+        self._library = library
+        self._architecture_of = architecture_of or _architecture_by_torch
+        #: (device, settled spec, rows, capacity) whose every variant ran once.
+        self._compiled: set[tuple[str, PlanSpec, int, int]] = set()
+
+    def refuse_spec(self, spec: PlanSpec, device: Any) -> Sequence[str]:
+        architecture = self._architecture_of(device)
+        if not architecture:
+            way_out = "'torch'" if device.name == "cpu" else "'triton'"
+            return [f"aiter's kernels are for AMD GPUs, and {device.name} is none; pass {way_out}"]
+        reasons = _refuse_always(spec, device)
+        if self._library.can_use is None:
+            return [*reasons, *_refuse_limits(self._library, spec, architecture, torch.device(device.name))]
+        if reasons:
+            return reasons
+        return self._ask(spec, device, architecture)
+
+    def _ask(self, spec: PlanSpec, device: Any, architecture: str) -> Sequence[str]:
+        """aiter's own predicate, with a call of this site's shapes and one row; a no is explained as far as we can."""
+        can_use = self._library.can_use
+        assert can_use is not None
+        scale = _default_scale(spec)
+        try:
+            with device.relaxed():
+                sample = _Sample(spec, 1, device.name)
+                tables, scratch = self._sample_tables(spec, 1, device)
+                call = _Call(tables, scratch, 1)
+                is_served = False
+                for value_cache in sample.value_caches:
+                    tensors = sample.call(1, value_cache)
+                    positionals, keywords = _arguments(tables, call, *tensors, scale, *sample.scales, None)
+                    is_served = is_served or bool(can_use(*positionals, **keywords))
+        except Exception as error:  # a backend that raises is no answer
+            return [f"aiter's can_use_flydsl_pa_decode failed ({type(error).__name__}: {error}); pass 'triton'"]
+        if is_served:
+            return ()
+        known = _refuse_limits(self._library, spec, architecture, torch.device(device.name))
+        return known or [
+            f"aiter's own can_use_flydsl_pa_decode refuses calls of this site on {architecture}, and does not say why; "
+            "pass 'triton'"
+        ]
+
+    def refuse_step(self, spec: PlanSpec, context_lens: Any) -> Sequence[str]:
+        return ()
+
+    def default_workgroup_budget(self, spec: PlanSpec, device: Any) -> int:
+        if self._library.workgroup_budget is None or isinstance(device, DeviceMeant):
+            return default_workgroup_budget(device.num_compute_units)
+        return int(
+            self._library.workgroup_budget(
+                torch.device(device.name),
+                kv_dtype=getattr(torch, spec.kv_dtype),
+                head_dim=spec.head_dim,
+                block_size=spec.page_size,
+                query_length=spec.query_length,
+                query_group_size=spec.group_size,
+                sliding_window=spec.sliding_window,
+            )
+        )
+
+    def table_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
+        return table_ends(spec_capacity(spec, plan_rows, num_compute_units), plan_rows)[2] + 3 * _WORD_BYTES
+
+    def scratch_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
+        capacity = spec_capacity(spec, plan_rows, num_compute_units)
+        return _scratch_parts(spec, capacity, capacity)[-1][1]
+
+    def compile(self, spec: PlanSpec, plan_rows: int, device: Any) -> int:
+        """Runs planner and decode over empty rows, once for every row count that a call may have.
+
+        What aiter compiles depends on rows and capacity by thresholds that are its own; no copy of them can be wrong.
+        Besides: with sinks of either dtype and without, and with each form of V. Takes query, output and block tables
+        of the class while it runs.
+
+        Raises ConfigError for a class that aiter's reducer cannot index (R47), or that aiter refuses.
+        """
+        _check_reducer(spec, plan_rows)
+        sample = _Sample(spec, plan_rows, device.name)
+        tables, scratch = self._sample_tables(spec, plan_rows, device)
+        self.refresh(tables, torch.zeros(plan_rows, dtype=torch.int32, device=device.name), plan_rows)
+        if self._plan(tables) is not tables.plan:
+            raise ConfigError(
+                "aiter's plan_pa_decode(plan=...) made another plan: the one it was given is not refreshed."
+            )
+        for num_rows in range(1, plan_rows + 1):
+            capacity = min(tables.capacity, num_rows * tables.max_partitions)
+            key = (device.name, spec, num_rows, capacity)
+            if key not in self._compiled:
+                self._run_variants(tables, scratch, sample, num_rows)
+                self._compiled.add(key)
+        return 1  # per class, as on every backend
+
+    def _run_variants(self, tables: AiterPlan, scratch: torch.Tensor, sample: _Sample, num_rows: int) -> None:
+        refusals = []
+        num_run = 0
+        for softmax_scale in tables.softmax_scales:
+            for value_cache, sinks in product(sample.value_caches, sample.sinks):
+                call = (*sample.call(num_rows, value_cache), softmax_scale, *sample.scales, sinks)
+                try:
+                    self.decode(tables, scratch, *call, None)
+                    num_run += 1
+                except ConfigError as error:
+                    refusals.append(error)  # a form of V or sinks that this aiter does not take
+        if not num_run:
+            raise refusals[0]
+
+    def _sample_tables(self, spec: PlanSpec, plan_rows: int, device: Any) -> tuple[AiterPlan, torch.Tensor]:
+        num_cu = device.num_compute_units
+        buffer, scratch = (
+            torch.zeros(num_bytes, dtype=torch.uint8, device=device.name)
+            for num_bytes in (self.table_bytes(spec, plan_rows, num_cu), self.scratch_bytes(spec, plan_rows, num_cu))
+        )
+        return self.make_tables(spec, plan_rows, num_cu, buffer), scratch
+
+    def make_tables(self, spec: PlanSpec, plan_rows: int, num_compute_units: int, buffer: Any) -> AiterPlan:
+        scales = self._softmax_scales or (_default_scale(spec),)
+        return AiterPlan(self._library, spec, plan_rows, num_compute_units, buffer, scales)
+
+    def refresh(self, tables: AiterPlan, context_lens: torch.Tensor | None, num_rows: int) -> None:
+        # Always staged: alignment and batch are compile keys of the planner.
+        if context_lens is None:
+            tables.lens_and_emptied.zero_()
+            tables.emptied.fill_(1)
+        else:
+            lens, staged = context_lens[:num_rows], tables.staged_lens[:num_rows]
+            torch.clamp(lens, 0, tables.spec.max_context_tokens, out=staged)
+            tables.lens_and_emptied[num_rows:].zero_()
+        self._plan(tables)
+
+    def _plan(self, tables: AiterPlan) -> Any:
+        spec = tables.spec
+        return self._library.plan(
+            tables.staged_lens,
+            spec.num_kv_heads,
+            max_partitions=tables.max_partitions,
+            sliding_window=spec.sliding_window,
+            query_length=spec.query_length,
+            plan=tables.plan,
+        )
+
+    def decode(
+        self,
+        tables: AiterPlan,
+        scratch: torch.Tensor,
+        output: torch.Tensor,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        softmax_scale: float,
+        key_scale: Any,
+        value_scale: Any,
+        sinks: Any,
+        lse: Any,
+    ) -> None:
+        if lse is not None:
+            raise RouteError(
+                "aiter's pa_decode gives no log-sum-exps, and this call asks for lse. Call it without, or give the "
+                "manager backend='triton'."
+            )
+        known_scale = tables.softmax_scales.get(softmax_scale)
+        if known_scale is None:
+            known_scale = _known_scale(tables, softmax_scale)
+        length = tables.spec.query_length
+        num_query_rows = query.shape[0]
+        num_rows = num_query_rows // length
+        if block_tables.shape[0] != num_rows:
+            num_rows = min(num_rows, block_tables.shape[0])
+            block_tables = block_tables[:num_rows]
+        call = tables.call
+        if call is None or call.num_rows != num_rows or call.scratch() is not scratch:
+            call = tables.call = _Call(tables, scratch, num_rows)
+        end = num_rows * length
+        if not (query.is_contiguous() and output.is_contiguous()):
+            _check_strides(query, output)
+        if key_scale is not None:
+            key_scale, value_scale = _on_device(tables, key_scale, value_scale)
+        if end == num_query_rows:
+            behind = None
+        else:  # rows without a block table have no tasks
+            behind, output, query = output[end:], output[:end], query[:end]
+        positionals, keywords = _arguments(
+            tables,
+            call,
+            output,
+            query,
+            key_cache,
+            value_cache,
+            block_tables,
+            known_scale,
+            key_scale,
+            value_scale,
+            sinks,
+        )
+        try:
+            self._library.decode(*positionals, **keywords)
+        except (TypeError, ValueError, NotImplementedError) as error:  # its host checks, before anything is launched
+            raise ConfigError(f"aiter's pa_decode refuses this call: {error}. Nothing was launched.") from error
+        if behind is not None:
+            behind.zero_()
+
+    def sanitize(
+        self, tables: AiterPlan, context_lens: torch.Tensor, num_rows: int, flags: torch.Tensor, max_tokens: int
+    ) -> None:
+        count_differences(tables, context_lens, num_rows, flags, max_tokens, tables.emptied[0] == 0)
+
+
+def _architecture_by_torch(device: Any) -> str:
+    return architecture_of(device)  # looked up when it is asked
+
+
+def _arguments(
+    tables: AiterPlan,
+    call: _Call,
+    output: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    softmax_scale: float,
+    key_scale: torch.Tensor | None,
+    value_scale: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """pa_decode's and its predicate's arguments."""
+    spec = tables.spec
+    exp_sums, max_logits, temporary_output = call.views
+    positionals = (
+        output, query, key_cache, value_cache, call.staged_lens, block_tables, softmax_scale, spec.query_length,
+    )  # fmt: skip
+    keywords = {
+        "compute_type": tables.compute_type,
+        "key_scale": key_scale,
+        "value_scale": value_scale,
+        "exp_sums": exp_sums,
+        "max_logits": max_logits,
+        "temporary_output": temporary_output,
+        "sinks": sinks,
+        "sliding_window": spec.sliding_window,
+        "work_plan": call.plan,
+        # A constant of the site: aiter chooses kernels by it, and refuses what the tables have no columns for.
+        "max_context_length": min(spec.max_context_tokens, block_tables.shape[1] * spec.page_size),
+    }
+    return positionals, keywords
+
+
+def _default_scale(spec: PlanSpec) -> float:
+    return 1 / math.sqrt(spec.head_dim)
+
+
+def _known_scale(tables: AiterPlan, softmax_scale: float) -> float:
+    """The scale that was compiled and is the same number to a kernel."""
+    for compiled in tuple(tables.softmax_scales.values()):
+        if math.isclose(softmax_scale, compiled, rel_tol=_SAME_FLOAT32):
+            tables.softmax_scales[softmax_scale] = compiled
+            return compiled
+    compiled_ones = ", ".join(map(str, dict.fromkeys(tables.softmax_scales.values())))
+    raise ConfigError(
+        f"softmax_scale is {softmax_scale}, and aiter's kernels have it compiled in: they were compiled for "
+        f"{compiled_ones}. Pass backend=AiterBackend(softmax_scales=[...]) with all that the model has."
+    )
+
+
+def _on_device(tables: AiterPlan, key_scale: Any, value_scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales as tensors. aiter would allocate for a number and copy it from the host, which no recording allows.
+
+    A number is written into the plan's own words by each call, in the order of its launches: layers may differ.
+    """
+    if not isinstance(key_scale, torch.Tensor):
+        key_scale = tables.key_word.fill_(float(key_scale))
+    if not isinstance(value_scale, torch.Tensor):
+        value_scale = tables.value_word.fill_(float(value_scale))
+    return key_scale, value_scale
+
+
+def _check_strides(query: torch.Tensor, output: torch.Tensor) -> None:
+    """aiter reads and writes 16-bit rows by 4-byte words, and does not check that they start at one."""
+    for what, tensor in (("query", query), ("output", output)):
+        if any(stride % 2 for stride in tensor.stride()[:-1]):
+            raise ConfigError(
+                f"{what}'s strides are {list(tensor.stride())}: aiter reads rows by 4-byte words, so that all but the "
+                "last must be even. Pass a contiguous one."
+            )
+
+
+def _check_reducer(spec: PlanSpec, plan_rows: int) -> None:
+    most = _most_reducer_rows(spec)
+    if plan_rows > most:
+        raise ConfigError(
+            f"a class of {plan_rows} rows is too large for aiter's reducer: rows x (query rows per KV head x "
+            f"num_kv_heads)^2 = {plan_rows} x ({spec.query_rows_per_kv_head} x {spec.num_kv_heads})^2 is above 2^30. "
+            f"Pass backend=AiterBackend(max_plan_rows={most}), which makes segments, or lower the ladder's top class."
+        )
+
+
+def _most_reducer_rows(spec: PlanSpec) -> int:
+    return MAX_REDUCER_INDICES // (spec.query_rows_per_kv_head * spec.num_kv_heads) ** 2
+
+
+def _refuse_always(spec: PlanSpec, device: Any) -> list[str]:
+    """What no call's arguments tell aiter's predicate."""
+    reasons = []
+    if spec.max_partitions is not None and spec.max_partitions > device.num_compute_units:
+        reasons.append(
+            f"max_partitions={spec.max_partitions} is above the {device.num_compute_units} compute units "
+            f"of {device.name}; pass at most that, or None"
+        )
+    if not _most_reducer_rows(spec):
+        reasons.append(
+            f"aiter's reducer does not hold {spec.query_rows_per_kv_head} query rows per KV head on "
+            f"{spec.num_kv_heads} KV heads: their product is above 2^15; split the heads over more ranks"
+        )
+    return reasons
+
+
+def _refuse_limits(library: AiterLibrary, spec: PlanSpec, architecture: str, device: torch.device) -> list[str]:
+    """Everything that aiter's host checks have against a site, each with its way out."""
+    reasons = []
+    if architecture == NEWER_ARCHITECTURE and not library.takes_max_batch_size:
+        reasons.append(
+            f"this aiter is too old for {architecture}: its plan_pa_decode has no max_batch_size; upgrade aiter, or "
+            "pass 'triton'"
+        )
+    elif architecture not in (*ARCHITECTURES, NEWER_ARCHITECTURE):
+        served = ", ".join((*ARCHITECTURES, NEWER_ARCHITECTURE))
+        reasons.append(f"aiter's work plans are for {served}, and this GPU is {architecture}; pass 'triton'")
+    is_fp8 = spec.kv_dtype in FP8_DTYPES
+    fp8 = FP8_OF_ARCHITECTURE.get(architecture)
+    if is_fp8 and fp8 not in (None, spec.kv_dtype):
+        reasons.append(f"the FP8 cache of {architecture} is {fp8}, not {spec.kv_dtype}; make the cache of that")
+    if not is_fp8 and spec.kv_dtype != "bfloat16":
+        reasons.append(f"aiter reads no {spec.kv_dtype} cache; make it bfloat16 or {fp8 or 'FP8'}")
+    if spec.q_dtype == "float32" or (not is_fp8 and spec.q_dtype != "bfloat16"):
+        allowed = "bfloat16 or float16" if is_fp8 else "bfloat16, as the cache"
+        reasons.append(f"aiter takes no {spec.q_dtype} query with a {spec.kv_dtype} cache; make it {allowed}")
+    step = HEAD_DIM_STEP_FP8 if is_fp8 else HEAD_DIM_STEP_BF16
+    is_small_fp8 = is_fp8 and spec.head_dim == SMALL_HEAD_DIM_FP8
+    if (spec.head_dim % step and not is_small_fp8) or spec.head_dim > MAX_HEAD_DIM:
+        also = f"{SMALL_HEAD_DIM_FP8} and " if is_fp8 else ""
+        reasons.append(
+            f"aiter has no head_dim {spec.head_dim} for a {spec.kv_dtype} cache: it has {also}multiples of {step} up "
+            f"to {MAX_HEAD_DIM}; pass 'triton'"
+        )
+    if spec.page_size not in PAGE_SIZES:
+        sizes = ", ".join(map(str, PAGE_SIZES))
+        reasons.append(f"aiter reads pages of {sizes} tokens, not of {spec.page_size}; choose one of them")
+    if spec.kv_layout == "hnd":
+        reasons.append("aiter reads no kv_layout='hnd'; use 'packed', or pass 'triton'")
+    elif spec.kv_layout == "nhd":
+        reasons.extend(_refuse_nhd(library, spec, architecture, device))
+    return reasons
+
+
+def _refuse_nhd(library: AiterLibrary, spec: PlanSpec, architecture: str, device: torch.device) -> list[str]:
+    if library.nhd_max_query_length is None:
+        return [
+            "this aiter reads no kv_layout='nhd' (it has no pa_decode_nhd_max_query_length); use 'packed', upgrade "
+            "aiter, or pass 'triton'"
+        ]
+    longest = library.nhd_max_query_length(
+        device,
+        kv_dtype=getattr(torch, spec.kv_dtype),
+        head_dim=spec.head_dim,
+        block_size=spec.page_size,
+        query_group_size=spec.group_size,
+    )
+    if not longest:
+        return [
+            f"aiter reads no kv_layout='nhd' of {spec.kv_dtype}, head_dim {spec.head_dim}, page_size {spec.page_size} "
+            f"and {spec.group_size} query heads per KV head on {architecture}; use 'packed', or pass 'triton'"
+        ]
+    if spec.query_length > longest:
+        return [
+            f"aiter reads this kv_layout='nhd' for query_length up to {longest}, not {spec.query_length}; use "
+            "'packed', or pass 'triton'"
+        ]
+    return []
+
+
+class _Sample:
+    """Tensors of calls of one site with up to `plan_rows` rows, over one page that no row has.
+
+    value_caches: each form that V may have. sinks: none, and of each dtype that a model may have them in.
+    """
+
+    def __init__(self, spec: PlanSpec, plan_rows: int, device: str) -> None:
+        q_dtype, kv_dtype = getattr(torch, spec.q_dtype), getattr(torch, spec.kv_dtype)
+        heads, page, dim = spec.num_kv_heads, spec.page_size, spec.head_dim
+
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._length = spec.query_length
+        query_shape = (plan_rows * spec.query_length, spec.num_q_heads, dim)
+        self._query, self._output = zeros(*query_shape, dtype=q_dtype), zeros(*query_shape, dtype=q_dtype)
+        self._block_tables = zeros(plan_rows, -(-spec.max_context_tokens // page), dtype=torch.int32)
+        shapes = [(1, heads, page, dim) if spec.kv_layout == "hnd" else (1, page, heads, dim)] * 2
+        if spec.kv_layout == "packed":
+            pack = 16 // DTYPE_BYTES[spec.kv_dtype]
+            shapes = [(1, heads, dim // pack, page, pack), (1, heads, page // pack, dim, pack)]  # type: ignore[list-item]
+            if spec.scales != "none":
+                shapes.append((1, heads, dim, page))
+        self._key_cache, *self.value_caches = (zeros(*shape, dtype=kv_dtype) for shape in shapes)
+        self.sinks = [None, *(zeros(spec.num_q_heads, dtype=one) for one in dict.fromkeys((q_dtype, torch.float32)))]
+        self.scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        if spec.scales != "none":
+            shape = (1,) if spec.scales == "per_tensor" else (1, heads, page)
+            one = zeros(*shape, dtype=torch.float32).fill_(1)
+            self.scales = (one, one)
+
+    def call(self, num_rows: int, value_cache: torch.Tensor) -> _Tensors:
+        """output, query, key_cache, value_cache and block_tables of that many rows."""
+        end = num_rows * self._length
+        return self._output[:end], self._query[:end], self._key_cache, value_cache, self._block_tables[:num_rows]
