@@ -122,7 +122,12 @@ class RecordingAiter:
         wanted = [(exp_sums, stats, torch.float32), (max_logits, stats, torch.float32)]
         wanted.append((temporary_output, (*stats, dim), query.dtype))
         for scratch, shape, dtype in wanted:
-            if scratch is None or tuple(scratch.shape) != shape or scratch.dtype != dtype or not scratch.is_contiguous():
+            if (
+                scratch is None
+                or tuple(scratch.shape) != shape
+                or scratch.dtype != dtype
+                or not scratch.is_contiguous()
+            ):
                 raise ValueError("scratch")
         kind = "none" if key_scale is None else "per_tensor" if key_scale.numel() == 1 else "per_token"
         spec = PlanSpec(

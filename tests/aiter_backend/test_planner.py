@@ -9,7 +9,6 @@ from tests.aiter_backend.recording_aiter import RecordingAiter
 from tests.planner_contract import PlannerContract
 
 
-
 class TestPlanner(PlannerContract):
     @pytest.fixture
     def backend(self):

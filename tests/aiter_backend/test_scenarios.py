@@ -7,50 +7,42 @@ import pytest
 from planlife.backends.aiter_backend import AiterBackend
 from tests.aiter_backend.recording_aiter import RecordingAiter
 from tests.lifecycle import (
-    test_budgets_and_shared_plans,
     test_capture_failures,
     test_capture_styles,
     test_drafts,
     test_dummies,
     test_guard,
     test_named_fallback,
-    test_memory_and_values,
     test_refresh_and_marks,
     test_segments,
-    test_threads_while_capturing,
-    test_values,
 )
 from tests.lifecycle.world import World
 
 MODULES = (
-    test_budgets_and_shared_plans,
     test_capture_failures,
     test_capture_styles,
     test_drafts,
     test_dummies,
     test_guard,
-    test_memory_and_values,
     test_named_fallback,
     test_refresh_and_marks,
     test_segments,
-    test_threads_while_capturing,
-    test_values,
 )
 
-
 gc_off = test_refresh_and_marks.gc_off
+
+
+@pytest.fixture(scope="module")
+def backend():
+    """One for all, so that each row count of a spec is run once."""
+    library = RecordingAiter(num_calls=0).library(can_use_flydsl_pa_decode=can_use)
+    return AiterBackend(library=library, architecture_of=lambda device: "gfx950")
 
 
 class TestScenarios:
     @pytest.fixture(autouse=True)
     def _over_aiter(self, backend, monkeypatch):
         monkeypatch.setattr(World, "backend", backend)
-
-    @pytest.fixture(scope="module")
-    def backend(self):
-        """One for all, so that each row count of a spec is run once."""
-        library = RecordingAiter(num_calls=0).library(can_use_flydsl_pa_decode=can_use)
-        return AiterBackend(library=library, architecture_of=lambda device: "gfx950")
 
 
 def can_use(

@@ -1,0 +1,317 @@
+"""What the wrapper passes to aiter, and what comes out: exact shapes, one constant bound, scales on the device."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from planlife import CapacityLadder, ConfigError, PlanSpec, RouteError, Step
+from planlife.backends import aiter_backend
+from planlife.backends.aiter_backend import AiterBackend
+from tests.aiter_backend.packed_world import PackedWorld
+from tests.aiter_backend.recording_aiter import RecordingAiter
+
+BF16 = PlanSpec(8, 2, 64, 16, max_context_tokens=600, kv_layout="packed", workgroup_budget=24)
+FP8 = replace(BF16, kv_dtype="float8_e4m3fnuz", scales="per_tensor")
+LENS = [300, 0, 17]
+
+
+@pytest.fixture
+def aiter():
+    fake = RecordingAiter()
+    yield fake
+    fake.plans.clear()  # what it remembers keeps buffers
+    fake.decodes.clear()
+
+
+@pytest.fixture
+def make_world(aiter):
+    def make(spec: PlanSpec = BF16, **options: Any) -> PackedWorld:
+        names = ("softmax_scales", "max_plan_rows")
+        of_backend = {name: options.pop(name) for name in names if name in options}
+        backend = AiterBackend(library=aiter.library(), architecture_of=lambda device: "gfx942", **of_backend)
+        return PackedWorld(spec, backend, **options)
+
+    return make
+
+
+# Real consumers' sites, small in what only costs time.
+MINIMAX_DENSE = PlanSpec(8, 1, 128, 16, max_context_tokens=600, kv_layout="packed")
+QWEN = replace(FP8, num_q_heads=16, query_length=6, scales="per_token", page_size=64)
+
+
+@pytest.mark.parametrize(
+    ("spec", "plain_values"),
+    [
+        (BF16, False),
+        (FP8, False),
+        (FP8, True),
+        (replace(FP8, scales="per_token", q_dtype="float16"), False),
+        (replace(BF16, query_length=3, sliding_window=130), False),
+        (MINIMAX_DENSE, False),
+        (replace(MINIMAX_DENSE, max_partitions=8), False),
+        (QWEN, False),
+    ],
+    ids=["bf16", "fp8", "plain V", "per token", "window", "MiniMax dense", "MiniMax sparse", "Qwen MTP-5"],
+)
+def test_a_step_is_decoded_as_the_reference_decodes_it(make_world, aiter, spec, plain_values):
+    world = make_world(spec, plain_values=plain_values)
+    plan = world.plan(LENS)
+    world.assert_right(world.decode(plan))
+    world.assert_right(world.decode(plan, rows=4))  # padded to the class
+    sinks = torch.randn(spec.num_q_heads)
+    world.assert_right(world.decode(plan, sinks=sinks), sinks=sinks)
+    assert aiter.decodes[-1]["compute_type"] is getattr(torch, spec.kv_dtype)  # aiter's default is bfloat16
+
+
+def test_every_row_count_up_to_the_class_is_decoded_through_a_view_without_a_copy(make_world, aiter):
+    world = make_world(rows=8, ladder=CapacityLadder([8]))
+    for rows in range(1, 9):
+        plan = world.plan([290] * rows)
+        for query_rows in range(rows, 9):
+            world.assert_right(world.decode(plan, rows=query_rows))
+            given = aiter.decodes[-1]
+            view, whole = given["work_plan"], plan.native
+            assert view.reduce_info.shape[0] == given["context_lengths"].shape[0] == query_rows
+            assert view.work_info.data_ptr() == whole.work_info.data_ptr()
+            assert view.reduce_info.data_ptr() == whole.reduce_info.data_ptr()
+            assert given["query"].data_ptr() == world.query.data_ptr()
+
+
+def test_a_padded_query_with_tables_of_the_real_rows_gives_zeros_behind_them(make_world, aiter):
+    world = make_world()
+    output = world.decode(world.plan(LENS), rows=4, table_rows=3)
+    world.assert_right(output)
+    assert output[3:].eq(0).all() and aiter.decodes[-1]["query"].shape[0] == 3
+    world.assert_right(world.decode(world.plan(LENS), table_rows=4))  # more tables than rows
+
+
+def test_lengths_are_staged_for_the_whole_class_with_a_zeroed_tail_also_in_a_graph(make_world, aiter):
+    world = make_world()
+    world.plan([300, 301, 302, 303])
+    world.set_lens(LENS)
+    step = Step(world.lens[:3])
+    with world.manager.graph() as graph:
+        plan = world.manager.plan_for(step)
+        world.decode(plan)
+    plan.native.staged_lens.fill_(99)
+    staged = aiter.plans[-1]["context_lengths"]
+    assert staged.shape == (4,) and staged.data_ptr() == plan.native.staged_lens.data_ptr()
+    world.lens[:3] = torch.tensor([5, 7, 9999], dtype=torch.int32)
+    world.manager.replay(graph, step)
+    assert plan.native.staged_lens.tolist() == [5, 7, 600, 0]
+    world.manager.release(graph)
+
+
+def test_refreshes_reuse_one_plan_object_and_name_every_number(make_world, aiter):
+    world = make_world(replace(BF16, query_length=2, sliding_window=200, max_partitions=5))
+    first = world.plan(LENS)
+    world.plan([1, 2, 3])
+    last, before = aiter.plans[-1], aiter.plans[-2]
+    assert last["plan"] is before["plan"] is first.native.plan
+    numbers = {name: last[name] for name in ("max_partitions", "sliding_window", "query_length", "workgroup_budget")}
+    assert numbers == {"max_partitions": 5, "sliding_window": 200, "query_length": 2, "workgroup_budget": None}
+
+
+def test_the_bound_on_lengths_is_the_sites_and_not_the_steps(make_world, aiter):
+    world = make_world()
+    bounds = set()
+    for lens in (LENS, [1], [600] * 4):
+        world.decode(world.plan(lens))
+        bounds.add((type(aiter.decodes[-1]["max_context_length"]), aiter.decodes[-1]["max_context_length"]))
+    assert bounds == {(int, 600)}
+    world.tables = world.tables[:, :2].contiguous()  # aiter refuses a bound that the tables have no columns for
+    world.lens.zero_()
+    world.decode(world.manager.plan_for(Step(world.lens[:1])))
+    assert aiter.decodes[-1]["max_context_length"] == 32
+
+
+def test_warm_runs_every_row_count_of_every_class_so_that_no_call_is_the_first_of_its_kind(make_world, aiter):
+    world = make_world(FP8, rows=6, ladder=CapacityLadder([2, 6]))
+
+    def kind(call: dict[str, Any]) -> tuple[Any, ...]:
+        sinks = call["sinks"]
+        return (
+            call["query"].shape[0],
+            call["work_plan"].capacity,
+            call["softmax_scale"],
+            call["max_context_length"],
+            call["value_cache"].dim(),
+            None if sinks is None else sinks.dtype,
+        )
+
+    warmed = {kind(call) for call in aiter.decodes}
+    assert len(warmed) == len(aiter.decodes)  # and none twice
+    aiter.decodes.clear()
+    for rows in range(1, 7):
+        plan = world.plan([30] * rows)
+        for sinks in (None, torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16)):
+            world.decode(plan, sinks=sinks)
+    assert len(aiter.decodes) == 18 and {kind(call) for call in aiter.decodes} <= warmed
+
+
+def test_a_softmax_scale_that_was_not_compiled_is_refused_and_one_that_float32_cannot_tell_is_passed_as_compiled(
+    make_world, aiter
+):
+    world = make_world(softmax_scales=[0.3])
+    plan = world.plan(LENS)
+    world.decode(plan, softmax_scale=0.3 * (1 + 1e-12))
+    assert aiter.decodes[-1]["softmax_scale"] == 0.3
+    num_calls = len(aiter.decodes)
+    with pytest.raises(ConfigError, match=r"softmax_scale is 0.125.*compiled for 0.3. Pass backend=AiterBackend"):
+        world.decode(plan, softmax_scale=0.125)
+    assert len(aiter.decodes) == num_calls and world.output.isnan().all()
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_host_scales_reach_aiter_as_tensors_in_the_order_of_the_layers(make_world, aiter, is_recorded):
+    world = make_world(FP8)
+    world.set_lens(LENS)
+    step = Step(world.lens[:3])
+    plan = world.manager.plan_for(step)
+    layers = [(0.5, 2), (3.0, 0.25)]
+    outputs = [torch.full_like(world.output[:3], torch.nan) for _ in layers]
+
+    def run(plan: Any) -> None:
+        for output, (key_scale, value_scale) in zip(outputs, layers, strict=True):
+            world.decode(plan, key_scale=key_scale, value_scale=value_scale)
+            output.copy_(world.output[:3])
+            assert all(isinstance(aiter.decodes[-1][name], torch.Tensor) for name in ("key_scale", "value_scale"))
+
+    if is_recorded:
+        with world.manager.graph() as graph:
+            run(plan)
+        world.manager.replay(graph, step)
+        world.manager.release(graph)
+    else:
+        run(plan)
+    for output, (key_scale, value_scale) in zip(outputs, layers, strict=True):
+        world.assert_right(output, key_scale=key_scale, value_scale=value_scale)
+
+
+def test_scales_that_are_tensors_are_passed_as_they_are(make_world, aiter):
+    world = make_world(FP8)
+    world.decode(world.plan(LENS))
+    assert aiter.decodes[-1]["key_scale"] is world.scales["key_scale"]
+
+
+def test_aiters_own_refusal_of_a_call_is_told_and_nothing_else_is_caught(make_world, aiter):
+    world = make_world()
+    plan = world.plan(LENS)
+    aiter.refusal = ValueError("key_cache must be contiguous")
+    with pytest.raises(ConfigError, match="aiter's pa_decode refuses this call: key_cache must be contiguous"):
+        world.decode(plan)
+    aiter.refusal = RuntimeError("device lost")
+    with pytest.raises(RuntimeError, match="device lost"):
+        world.decode(plan)
+    aiter.refusal = None
+    world.assert_right(world.decode(plan))
+
+
+def test_odd_strides_which_aiter_does_not_check_are_refused(make_world, aiter):
+    world = make_world()
+    plan = world.plan(LENS)
+    num_calls = len(aiter.decodes)
+    wide = torch.zeros(4, 8, 65, dtype=torch.bfloat16)
+    world.query = wide[..., :64]
+    with pytest.raises(ConfigError, match=r"query's strides are \[520, 65, 1\].*must be even"):
+        world.decode(plan)
+    assert len(aiter.decodes) == num_calls
+    world.query = torch.zeros(4, 8, 66, dtype=torch.bfloat16)[..., :64]  # positive control
+    world.assert_right(world.decode(plan))
+
+
+def test_lse_is_refused_by_name_before_anything_is_launched(make_world, aiter):
+    world = make_world()
+    plan = world.plan(LENS)
+    num_calls = len(aiter.decodes)
+    with pytest.raises(RouteError, match="gives no log-sum-exps, and this call asks for lse.*backend='triton'"):
+        world.decode(plan, lse=torch.zeros(3, 8))
+    assert len(aiter.decodes) == num_calls and world.output.isnan().all()
+
+
+def test_a_class_that_aiters_reducer_cannot_index_is_refused_when_it_is_minted_and_served_in_segments(
+    make_world, monkeypatch
+):
+    """R47: rows x (query rows per KV head x KV heads)^2 is at most a bound."""
+    monkeypatch.setattr(aiter_backend, "MAX_REDUCER_INDICES", 3 * 8**2)
+    with pytest.raises(ConfigError, match=r"4 x \(4 x 2\)\^2 is above.*max_plan_rows=3"):
+        make_world()
+    world = make_world(max_plan_rows=3)
+    world.assert_right(world.decode(world.plan([300, 0, 17, 40])))
+
+
+def test_rows_past_the_limit_of_a_plan_are_served_in_segments(make_world, aiter):
+    """R23, with a small limit; aiter's own is the default."""
+    assert AiterBackend(library=aiter.library()).max_plan_rows == 4096
+    world = make_world(rows=5, ladder=CapacityLadder([5]), max_plan_rows=2)
+    plan = world.plan([300, 0, 17, 256, 1])
+    world.assert_right(world.decode(plan))
+    assert [len(native.staged_lens) for native in plan.segments] == [2, 2, 1]
+
+
+def test_scratch_has_aiters_shapes_inside_the_arena_and_no_two_parts_overlap(make_world, aiter):
+    world = make_world(replace(BF16, max_partitions=3))
+    for rows in (1, 2, 3, 4):
+        world.decode(world.plan([30] * rows))
+        given = aiter.decodes[-1]
+        parts = [given[name] for name in ("exp_sums", "max_logits", "temporary_output")]
+        spans = [(one.data_ptr(), one.data_ptr() + one.numel() * one.element_size()) for one in parts]
+        assert all(before[1] <= after[0] for before, after in pairwise(spans))
+        arena = parts[0].untyped_storage()
+        assert arena.data_ptr() <= spans[0][0] and spans[-1][1] <= arena.data_ptr() + arena.nbytes()
+        assert all(start % 16 == 0 for start, _ in spans)  # alignment is a compile key
+
+
+def test_an_evicted_arena_is_not_kept_alive_by_plans_that_used_it(make_world, aiter):
+    world = make_world()
+    plan = world.plan(LENS)
+    world.decode(plan)
+    aiter.decodes.clear()
+    arena, native = weakref.ref(plan.slot.arena.buffer), plan.native
+    assert len(native.call.views) == 3  # positive control
+    gc.disable()
+    try:
+        world.manager.trim(0)
+        assert arena() is None and native.call.views == []
+    finally:
+        gc.enable()
+    world.assert_right(world.decode(world.plan(LENS)))
+
+
+def test_the_sanitizer_tells_stale_tables_from_tables_that_were_emptied_on_purpose():
+    backend = AiterBackend(library=RecordingAiter().library(), architecture_of=lambda device: "gfx942")
+    buffer = torch.full((backend.table_bytes(BF16, 4, 8),), 0x7F, dtype=torch.uint8)
+    tables = backend.make_tables(BF16, 4, 8, buffer)
+    lens = torch.tensor(LENS, dtype=torch.int32)
+
+    def stale() -> int:
+        flags = torch.zeros(2, dtype=torch.int64)
+        backend.sanitize(tables, lens, 3, flags, 600)
+        return int(flags[0])
+
+    backend.refresh(tables, lens, 3)
+    assert stale() == 0
+    lens[0] = 301
+    assert stale() == 1
+    backend.refresh(tables, None, 0)
+    assert stale() == 0 and tables.staged_lens.tolist() == [0, 0, 0, 0]
+    backend.refresh(tables, lens, 3)
+    assert stale() == 0
+
+
+def test_a_library_that_plans_into_another_object_is_refused_when_a_class_is_compiled(aiter):
+    def elsewhere(*args: Any, **kwargs: Any) -> Any:
+        return replace(aiter.plan_pa_decode(*args, **kwargs))
+
+    elsewhere.__signature__ = inspect.signature(aiter.plan_pa_decode)  # type: ignore[attr-defined]
+    library = aiter.library(plan_pa_decode=elsewhere)
+    with pytest.raises(ConfigError, match="made another plan"):
+        PackedWorld(BF16, AiterBackend(library=library, architecture_of=lambda device: "gfx942"))

@@ -1,0 +1,216 @@
+"""Which aiter is here: told by its signatures, once per process, and never because planlife is imported (R32, R43)."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planlife import BackendUnavailableError, CapacityLadder, PlanManager, PlanSpec, aiter_library
+from planlife.aiter_library import DEFINING_MODULE, probe, read
+from planlife.configuration import absence_reasons
+from tests.aiter_backend.recording_aiter import PACKAGES, RecordingAiter, install
+from tests.child_process import run_python
+
+
+@pytest.fixture(autouse=True)
+def asked_anew():
+    probe.cache_clear()
+    yield
+    probe.cache_clear()
+
+
+@pytest.fixture
+def nothing_imported(monkeypatch):
+    for name in (*PACKAGES, DEFINING_MODULE):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def reasons_of(**changes: Any) -> tuple[str, ...]:
+    """What a library with these changes lacks; the way out is in every line."""
+    library, reasons = read(RecordingAiter().module(**changes))
+    assert (library is None) == bool(reasons)
+    assert all("pass 'triton'" in reason for reason in reasons)
+    return reasons
+
+
+def folder_of(tmp_path: Path, *files: str) -> Path:
+    """An `aiter` on disk; importing it raises."""
+    for file in ("__init__.py", *files):
+        path = tmp_path / "aiter" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("raise OSError('no such device')")
+    return tmp_path
+
+
+def test_a_library_with_mandatory_plans_is_taken():
+    assert reasons_of() == ()
+    library = RecordingAiter().library()
+    assert (library.can_use, library.workgroup_budget, library.nhd_max_query_length) == (None, None, None)
+    assert not library.takes_max_batch_size
+
+
+def test_an_aiter_that_is_not_there_is_told_with_where_it_comes_from(nothing_imported, monkeypatch):
+    monkeypatch.setattr(util, "find_spec", lambda name: None)
+    (reason,) = absence_reasons("aiter")
+    assert reason.startswith(
+        "'aiter' is not installed: it comes with the ROCm images (PyPI's aiter is another project)"
+    )
+    with pytest.raises(BackendUnavailableError, match="not installed.*pass 'triton'"):
+        PlanManager(
+            PlanSpec(8, 1, 128, 16, max_context_tokens=256), ladder=CapacityLadder([1]), device="cpu", backend="aiter"
+        )
+
+
+def test_pypis_aiter_is_refused_by_name_and_not_imported(nothing_imported, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(folder_of(tmp_path)))
+    (reason,) = probe().reasons
+    assert "PyPI's asyncio package of that name, not ROCm's" in reason and "pip uninstall aiter" in reason
+    assert str(tmp_path) in reason and "aiter" not in sys.modules
+
+
+def test_an_aiter_without_the_defining_module_is_too_old_and_not_imported(nothing_imported, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(folder_of(tmp_path, "ops/__init__.py")))
+    (reason,) = probe().reasons
+    assert f"has no {DEFINING_MODULE}, and so no plan_pa_decode: upgrade aiter" in reason
+    assert "aiter" not in sys.modules
+
+
+def test_an_aiter_that_cannot_start_is_a_reason_and_not_an_exception(nothing_imported, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(folder_of(tmp_path, "ops/flydsl/pa_decode.py")))
+    (reason,) = probe().reasons
+    assert f"{DEFINING_MODULE} cannot be imported here (OSError: no such device)" in reason
+
+
+def test_a_fork_without_plans_is_told_by_what_it_has_instead():
+    nothing = {"plan_pa_decode": None, "PADecodePlan": None, "pa_decode": None}
+    (reason,) = reasons_of(**nothing, flydsl_pa_decode=print)
+    assert "has no plan_pa_decode, pa_decode, PADecodePlan: it has flydsl_pa_decode instead, as a fork does" in reason
+    (reason,) = reasons_of(plan_pa_decode=None, make_pa_decode_plan=print)
+    assert "has no plan_pa_decode: it has make_pa_decode_plan instead" in reason
+
+
+# fmt: off
+# pa_decode of before plans were mandatory: all parameters positional, by generation.
+def optional_plan(output, query, key_cache, value_cache, context_lengths, block_tables, softmax_scale, query_length,
+                  max_context_partition_num, compute_type=None, key_scale=None, value_scale=None, exp_sums=None,
+                  max_logits=None, temporary_output=None, sinks=None, sliding_window=0, ps=True, work_plan=None): ...
+def tuned_plan(output, query, key_cache, value_cache, context_lengths, block_tables, softmax_scale, query_length,
+               compute_type=None, key_scale=None, value_scale=None, exp_sums=None, max_logits=None,
+               temporary_output=None, sinks=None, sliding_window=0, work_plan=None, tuned_file=None,
+               max_context_length=None): ...
+def default_plan(output, query, key_cache, value_cache, context_lengths, block_tables, softmax_scale, query_length, *,
+                 compute_type=None, key_scale=None, value_scale=None, exp_sums=None, max_logits=None,
+                 temporary_output=None, sinks=None, sliding_window=0, work_plan=None, max_context_length=None): ...
+def dense_planner(context_lengths, num_kv_heads, *, max_partitions=256, workgroup_budget=None, plan=None): ...
+# fmt: on
+
+
+@pytest.mark.parametrize(
+    ("old", "sign"),
+    [
+        (optional_plan, "takes max_context_partition_num, ps"),
+        (tuned_plan, "takes tuned_file"),
+        (default_plan, "has a default for work_plan"),
+    ],
+)
+def test_an_aiter_of_before_mandatory_plans_is_refused_by_what_tells_it(old, sign):
+    (reason,) = reasons_of(pa_decode=old)
+    assert (
+        f"of before work plans were mandatory (its pa_decode {sign}): upgrade aiter to one with ROCm/aiter#5809"
+        in reason
+    )
+
+
+def test_all_that_is_wrong_with_an_old_aiter_is_told_at_once():
+    """C65."""
+    planner, decode = reasons_of(plan_pa_decode=dense_planner, pa_decode=optional_plan)
+    assert "plan_pa_decode of the aiter here does not take sliding_window, query_length" in planner
+    assert "max_context_partition_num" in decode
+
+
+def with_parameter(function: Any, name: str, *, default: Any) -> Any:
+    """`function` with one more keyword-only parameter."""
+
+    def newer(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    signature = inspect.signature(function)
+    more = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+    newer.__signature__ = signature.replace(parameters=[*signature.parameters.values(), more])
+    return newer
+
+
+@pytest.mark.parametrize("name", ["pa_decode", "plan_pa_decode"])
+def test_a_newer_aiter_may_have_more_parameters_while_they_have_defaults(name):
+    """C44."""
+    function = getattr(RecordingAiter(), name)
+    assert reasons_of(**{name: with_parameter(function, "lookahead", default=None)}) == ()
+    (reason,) = reasons_of(**{name: with_parameter(function, "lookahead", default=inspect.Parameter.empty)})
+    assert (
+        f"the {name} of the aiter here needs lookahead, which this planlife does not know: upgrade planlife" in reason
+    )
+
+
+# fmt: off
+def budget(device, *, kv_dtype, head_dim, block_size, query_length, query_group_size, sliding_window=0): ...
+def nhd(device, *, kv_dtype, head_dim, block_size, query_group_size): ...
+# fmt: on
+
+
+def test_newer_functions_are_used_where_they_can_be_called_as_announced():
+    fake = RecordingAiter()
+    names = ("can_use_flydsl_pa_decode", "pa_decode_default_workgroup_budget", "pa_decode_nhd_max_query_length")
+    announced = dict(zip(names, (fake.pa_decode, budget, nhd), strict=True))
+    planner = with_parameter(fake.plan_pa_decode, "max_batch_size", default=None)
+    library = fake.library(**announced, plan_pa_decode=planner)
+    assert (library.can_use, library.workgroup_budget, library.nhd_max_query_length) == tuple(announced.values())
+    assert library.takes_max_batch_size
+    other = fake.library(**dict.fromkeys(names, lambda shape: True))
+    assert (other.can_use, other.workgroup_budget, other.nhd_max_query_length) == (None, None, None)
+
+
+def test_names_come_from_the_defining_module_though_the_package_shadows_it(monkeypatch):
+    """C45: the package's attribute of the submodule's name is the function here."""
+    fake = RecordingAiter()
+    install(monkeypatch, fake.module())
+    assert sys.modules["aiter.ops.flydsl"].pa_decode == fake.pa_decode  # positive control
+    library, _ = probe()
+    assert library is not None and (library.plan, library.decode) == (fake.plan_pa_decode, fake.pa_decode)
+
+
+def test_a_process_asks_once(monkeypatch):
+    install(monkeypatch, RecordingAiter().module())
+    asked = []
+    monkeypatch.setattr(aiter_library, "read", lambda module, read=read: asked.append(module) or read(module))
+    assert [probe(), probe()][0].library is not None
+    assert len(asked) == 1
+
+
+def test_importing_planlife_imports_no_aiter(tmp_path):
+    code = (
+        "import sys, planlife, planlife.manager, planlife.aiter_library, planlife.backends.aiter_backend\n"
+        "print('aiter' in sys.modules)\n"
+        "planlife.aiter_library.probe()\n"
+        "print('aiter' in sys.modules)\n"
+    )
+    for name in ("aiter", "aiter/ops", "aiter/ops/flydsl"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+    (tmp_path / "aiter/ops/flydsl/pa_decode.py").write_text("")
+    run = run_python("-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{code}")
+    assert run.stdout.splitlines() == ["False", "True"], run.stderr
+
+
+@pytest.mark.skipif(probe().library is None, reason="no aiter with work plans here")
+@pytest.mark.parametrize("name", ["plan_pa_decode", "pa_decode", "PADecodePlan"])
+def test_the_fakes_signatures_are_the_installed_librarys(name):
+    def shape(function: Any) -> list[tuple[str, Any, bool]]:
+        parameters = inspect.signature(function).parameters.values()
+        return [(one.name, one.kind, one.default is inspect.Parameter.empty) for one in parameters]
+
+    assert shape(getattr(sys.modules[DEFINING_MODULE], name)) == shape(getattr(RecordingAiter().module(), name))

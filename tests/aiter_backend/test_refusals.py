@@ -1,0 +1,276 @@
+"""What aiter cannot serve is refused when the manager is made, all reasons at once, true on the platform (R30, R31)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from planlife import BackendUnavailableError, CapacityLadder, ConfigError, PlanManager, PlanSpec, Step
+from planlife.backends import aiter_backend
+from planlife.backends.aiter_backend import AiterBackend, architecture_of
+from planlife.configuration import DeviceMeant
+from planlife.testing.fakes import FakeDevice
+from planlife.torch_device import CpuDevice
+from tests.aiter_backend.packed_world import PackedWorld
+from tests.aiter_backend.recording_aiter import RecordingAiter, install
+
+BF16 = PlanSpec(8, 1, 128, 16, max_context_tokens=4096, kv_layout="packed")
+FNUZ = replace(BF16, kv_dtype="float8_e4m3fnuz", scales="per_tensor")
+FN = replace(FNUZ, kv_dtype="float8_e4m3fn")
+
+
+def newer_planner(
+    context_lengths, num_kv_heads, *, max_partitions=None, workgroup_budget=None, sliding_window=0, query_length=1,
+    plan=None, max_batch_size=None,
+): ...  # fmt: skip
+
+
+def nhd_of_gfx950(device, *, kv_dtype, head_dim, block_size, query_group_size):
+    """As announced: FP8, head_dim 256, pages of 64, query_length x group <= 32."""
+    is_served = kv_dtype is torch.float8_e4m3fn and (head_dim, block_size) == (256, 64)
+    return 32 // query_group_size if is_served else 0
+
+
+NEWER = {"plan_pa_decode": newer_planner, "pa_decode_nhd_max_query_length": nhd_of_gfx950}
+
+
+def backend_on(architecture: str, **changes: Any) -> AiterBackend:
+    library = RecordingAiter().library(**changes)
+    return AiterBackend(library=library, architecture_of=lambda device: architecture)
+
+
+def refuse(spec: PlanSpec, architecture: str = "gfx942", **changes: Any) -> list[str]:
+    return list(backend_on(architecture, **changes).refuse_spec(spec, CpuDevice()))
+
+
+#: Real consumers' sites: (what, spec, architecture, library, what the refusal says or "").
+VLLM = PlanSpec(
+    16, 1, 256, 64, max_context_tokens=131_072, kv_dtype="float8_e4m3fn", scales="per_tensor", kv_layout="nhd"
+)
+MINIMAX = PlanSpec(8, 1, 128, 128, max_context_tokens=200_000, kv_dtype="float8_e4m3fn", scales="per_tensor",
+                   kv_layout="packed")  # fmt: skip
+QWEN = replace(MINIMAX, query_length=6, scales="per_token", page_size=16)
+CONSUMERS = [
+    ("vLLM, packed", replace(VLLM, kv_layout="packed"), "gfx950", {}, ""),
+    ("vLLM, nhd, newer library", VLLM, "gfx950", NEWER, ""),
+    ("vLLM, nhd", VLLM, "gfx950", {}, "reads no kv_layout='nhd' (it has no pa_decode_nhd_max_query_length)"),
+    ("vLLM, nhd, MTP", replace(VLLM, query_length=3), "gfx950", NEWER, "for query_length up to 2, not 3"),
+    ("vLLM, pages of 192", replace(VLLM, kv_layout="packed", page_size=192), "gfx950", {}, "not of 192"),
+    ("vLLM, e4m3fn on MI300X", replace(VLLM, kv_layout="packed"), "gfx942", {}, "FP8 cache of gfx942 is"),
+    ("SGLang, bf16", replace(BF16, page_size=64), "gfx942", {}, ""),
+    ("MiniMax-M3, dense", MINIMAX, "gfx950", {}, ""),
+    ("MiniMax-M3, sparse", replace(MINIMAX, max_partitions=8), "gfx950", {}, ""),
+    ("Qwen3.5, MTP-5", QWEN, "gfx950", {}, ""),
+    ("Qwen3.5, MTP-5, gfx1250", QWEN, "gfx1250", NEWER, ""),
+    ("Qwen3.5, gfx1250, old library", QWEN, "gfx1250", {}, "gfx1250: its plan_pa_decode has no max_batch_size"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "architecture", "changes", "said"), [case[1:] for case in CONSUMERS],
+                         ids=[case[0] for case in CONSUMERS])  # fmt: skip
+def test_real_consumers_sites_are_served_or_refused_with_the_reason(spec, architecture, changes, said):
+    reasons = refuse(spec, architecture, **changes)
+    assert len(reasons) == bool(said) and said in "".join(reasons)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (replace(BF16, head_dim=96), "no head_dim 96 for a bfloat16 cache: it has multiples of 64 up to 1024"),
+        (replace(BF16, head_dim=1088), "no head_dim 1088"),
+        (replace(FNUZ, head_dim=192), "no head_dim 192 for a float8_e4m3fnuz cache: it has 64 and multiples of 128"),
+        (replace(BF16, page_size=32), "pages of 16, 64, 128 tokens, not of 32; choose one of them"),
+        (replace(BF16, kv_layout="hnd"), "no kv_layout='hnd'; use 'packed'"),
+        (replace(BF16, kv_dtype="float16"), "no float16 cache; make it bfloat16 or float8_e4m3fnuz"),
+        (replace(BF16, q_dtype="float16"), "no float16 query with a bfloat16 cache; make it bfloat16, as the cache"),
+        (replace(FNUZ, q_dtype="float32"), "make it bfloat16 or float16"),
+        (FN, "the FP8 cache of gfx942 is float8_e4m3fnuz, not float8_e4m3fn"),
+        (replace(BF16, max_partitions=257), "max_partitions=257 is above the 256 compute units"),
+        (replace(BF16, num_q_heads=2**16, head_dim=64), "65536 query rows per KV head on 1 KV heads"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else None,
+)
+def test_a_limit_is_told_with_the_way_out(spec, said):
+    (reason,) = refuse(spec)
+    assert said in reason
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        replace(BF16, head_dim=64),
+        replace(BF16, head_dim=1024),
+        replace(FNUZ, head_dim=64),
+        replace(FNUZ, head_dim=256, q_dtype="float16"),
+        replace(FNUZ, page_size=128, scales="per_token"),
+        replace(BF16, page_size=64, max_partitions=256, query_length=7),
+        replace(BF16, num_q_heads=2**15, head_dim=64),
+    ],
+    ids=range(7),
+)
+def test_what_is_just_inside_the_limits_is_served(spec):
+    assert refuse(spec) == []
+
+
+@pytest.mark.parametrize(
+    ("architecture", "device", "said"),
+    [
+        ("gfx90a", CpuDevice(), "for gfx942, gfx950, gfx1250, and this GPU is gfx90a; pass 'triton'"),
+        ("", CpuDevice(), "for AMD GPUs, and cpu is none; pass 'torch'"),
+        ("", FakeDevice("cuda:0", 132), "for AMD GPUs, and cuda:0 is none; pass 'triton'"),
+    ],
+)
+def test_a_device_that_aiter_has_no_kernels_for_is_told_with_what_serves_it(architecture, device, said):
+    """R31."""
+    (reason,) = backend_on(architecture).refuse_spec(BF16, device)
+    assert said in reason
+
+
+def test_a_device_that_torch_calls_no_amd_gpu_is_none(monkeypatch):
+    assert architecture_of(CpuDevice()) == ""
+    gpu = FakeDevice("cuda:0", 304)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert architecture_of(gpu) == ""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda name: type("", (), {"gcnArchName": "gfx942:sramecc+:xnack-"})
+    )
+    assert architecture_of(gpu) == "gfx942"  # positive control
+
+
+def test_all_reasons_against_a_site_are_told_at_once():
+    """C65."""
+    reasons = refuse(replace(FN, head_dim=96, page_size=32, kv_layout="hnd", q_dtype="float32", max_partitions=300))
+    for part in ("max_partitions=300", "float8_e4m3fnuz", "float32 query", "head_dim 96", "not of 32", "'hnd'"):
+        assert len([reason for reason in reasons if part in reason]) == 1
+
+
+def asking(answer: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """A predicate with pa_decode's parameters, and what it was asked."""
+    asked: list[dict[str, Any]] = []
+
+    def can_use(
+        output, query, key_cache, value_cache, context_lengths, block_tables, softmax_scale, query_length, *,
+        compute_type, key_scale, value_scale, exp_sums, max_logits, temporary_output, sinks, sliding_window, work_plan,
+        max_context_length,
+    ):  # fmt: skip
+        asked.append(locals())
+        return answer(locals()) if callable(answer) else answer
+
+    return can_use, asked
+
+
+def test_where_aiter_has_a_predicate_it_decides_and_limits_only_explain():
+    """R28."""
+    yes, asked = asking(True)
+    assert refuse(replace(BF16, page_size=32), can_use_flydsl_pa_decode=yes) == []
+    assert len(asked) == 1 and asked[0]["key_cache"].shape == (1, 1, 16, 32, 8)
+    no, _ = asking(False)
+    assert "refuses calls of this site on gfx942, and does not say why" in refuse(BF16, can_use_flydsl_pa_decode=no)[0]
+    assert "not of 32" in refuse(replace(BF16, page_size=32), can_use_flydsl_pa_decode=no)[0]
+
+
+def test_the_predicate_is_asked_with_a_whole_call_and_either_form_of_v_is_enough():
+    only_4d, asked = asking(lambda call: call["value_cache"].dim() == 4)
+    assert refuse(replace(FNUZ, query_length=6), can_use_flydsl_pa_decode=only_4d) == []
+    call = asked[0]
+    assert call["compute_type"] is torch.float8_e4m3fnuz and call["query"].shape == (6, 8, 128)
+    assert call["work_plan"].reduce_info.shape == (1, 2) and call["exp_sums"].shape == (1, 256, 48)
+    assert type(call["max_context_length"]) is int
+
+
+def test_what_no_call_tells_the_predicate_is_refused_beside_it():
+    yes, asked = asking(True)
+    assert "above the 256 compute units" in refuse(replace(BF16, max_partitions=257), can_use_flydsl_pa_decode=yes)[0]
+    assert asked == []
+
+
+def test_a_predicate_that_raises_is_a_reason_and_not_an_exception():
+    fails, _ = asking(lambda call: 1 // 0)
+    (reason,) = refuse(BF16, can_use_flydsl_pa_decode=fails)
+    assert "can_use_flydsl_pa_decode failed (ZeroDivisionError" in reason
+
+
+def test_the_predicate_is_not_asked_in_steps():
+    """C64: a site is decided once; over ten steps of layers nobody asks again."""
+    can_use, asked = asking(True)
+    fake = RecordingAiter()
+    backend = AiterBackend(
+        library=fake.library(can_use_flydsl_pa_decode=can_use), architecture_of=lambda device: "gfx942"
+    )
+    spec = replace(BF16, max_context_tokens=64)
+    world = PackedWorld(spec, backend, rows=2)
+    num_asked = len(asked)
+    for _ in range(10):
+        plan = world.plan([20, 3])
+        for _ in range(5):
+            world.decode(plan)
+    assert len(asked) == num_asked == 1
+
+
+@pytest.mark.parametrize(
+    ("enabled", "fallback", "outcome"),
+    [(True, None, "refused"), (True, "torch", "fallback"), (False, None, "fallback"), (False, "torch", "fallback")],
+)
+@pytest.mark.parametrize("architecture", ["gfx942", "gfx950", "gfx1250", "gfx90a"])
+def test_an_impossible_site_is_refused_at_start_up_unless_something_else_takes_it(
+    architecture, enabled, fallback, outcome
+):
+    """R30-R32: platform x opt-in x fallback."""
+    options = {"ladder": CapacityLadder([2]), "device": "cpu", "enabled": enabled, "fallback": fallback}
+    options["backend"] = backend_on(architecture)
+    spec = replace(BF16, page_size=32)
+    if outcome == "refused":
+        with pytest.raises(ConfigError, match="(?s)backend aiter cannot serve.*not of 32; choose.*pass fallback="):
+            PlanManager(spec, **options)
+        return
+    with PlanManager(spec, **options) as manager:
+        plan = manager.plan_for(Step(torch.ones(2, dtype=torch.int32)))
+        assert plan.route == "fallback"
+        assert ("not of 32" in plan.reason) == enabled
+
+
+def test_auto_takes_aiter_before_triton_and_only_where_it_serves_every_site(monkeypatch):
+    install(monkeypatch, RecordingAiter().module())
+    monkeypatch.setattr(aiter_backend, "architecture_of", lambda device: "gfx942")
+    gpu = FakeDevice("cuda:0", 304)
+    gpu_options = {"ladder": CapacityLadder([2]), "device": gpu}
+    with PlanManager(BF16, **gpu_options) as manager:
+        assert manager.report().backend == "aiter"
+    with PlanManager({"a": BF16, "b": replace(BF16, page_size=32)}, **gpu_options) as manager:
+        assert manager.report().backend != "aiter"
+    with PlanManager(BF16, ladder=CapacityLadder([2]), device="cpu") as manager:
+        assert manager.report().backend == "torch"
+
+
+def test_a_backend_over_an_aiter_that_is_not_there_is_not_made(monkeypatch):
+    install(monkeypatch, RecordingAiter().module(plan_pa_decode=None))
+    with pytest.raises(BackendUnavailableError, match="has no plan_pa_decode"):
+        AiterBackend()
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_plan_rows": 0}, {"max_plan_rows": 4097}, {"softmax_scales": [0.0]}, {"softmax_scales": ["1"]}]
+)
+def test_options_that_aiter_cannot_have_are_refused(options):
+    with pytest.raises(ConfigError):
+        AiterBackend(library=RecordingAiter().library(), **options)
+
+
+def test_the_budget_of_a_shape_is_the_librarys_where_it_knows_one():
+    """R38."""
+    asked = []
+
+    def budget(device, *, kv_dtype, head_dim, block_size, query_length, query_group_size, sliding_window=0):
+        asked.append((str(device), kv_dtype, head_dim, block_size, query_length, query_group_size, sliding_window))
+        return 7
+
+    device = CpuDevice(num_compute_units=304)
+    assert backend_on("gfx950").default_workgroup_budget(VLLM, device) == 608
+    knowing = backend_on("gfx950", pa_decode_default_workgroup_budget=budget)
+    assert knowing.default_workgroup_budget(VLLM, device) == 7
+    assert asked == [("cpu", torch.float8_e4m3fn, 256, 64, 1, 16, 0)]
+    assert knowing.default_workgroup_budget(VLLM, DeviceMeant(100)) == 200  # an estimate has no device to ask about
