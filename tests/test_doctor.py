@@ -197,7 +197,7 @@ def test_an_h200_whose_device_is_refused_is_seen_and_refused_with_all_reasons() 
     assert (found.device, found.backend) == (None, None)
     assert found.refused == ("libcudart.so cannot be loaded. Put it on the loader's path.",)
     absent, refused = verdicts(found)["aiter"]
-    assert "not part of this release" in absent and "cannot be loaded" in refused
+    assert "is not installed" in absent and "cannot be loaded" in refused
     assert "device" not in absent  # the way out of a missing backend is another one, on the GPU too
     (answer,) = found.sites
     assert [len(fallback.reasons) for fallback in answer.fallbacks] == [1, 1]
@@ -418,7 +418,7 @@ def test_a_broken_backend_is_a_line_and_the_others_still_answer(monkeypatch: pyt
     found = examine(machine(), sites(default=one, other=one))
     assert len([line for line in found.wrong if line.startswith("asking backend torch failed: ZeroDivision")]) == 1
     assert "asking backend torch failed" in verdicts(found)["torch"][0]
-    assert "not part of this release" in verdicts(found)["aiter"][0]
+    assert "is not installed" in verdicts(found)["aiter"][0]
     assert found.refused != () and found.worst_case_bytes is None
 
 

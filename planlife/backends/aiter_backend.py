@@ -347,6 +347,9 @@ class AiterBackend:
         num_rows = num_query_rows // length
         if block_tables.shape[0] != num_rows:
             num_rows = min(num_rows, block_tables.shape[0])
+            if not num_rows:  # a segment behind the last row that has tables
+                output.zero_()
+                return
             block_tables = block_tables[:num_rows]
         call = tables.call
         if call is None or call.num_rows != num_rows or call.scratch() is not scratch:

@@ -255,6 +255,9 @@ def test_rows_past_the_limit_of_a_plan_are_served_in_segments(make_world, aiter)
     plan = world.plan([300, 0, 17, 256, 1])
     world.assert_right(world.decode(plan))
     assert [len(native.staged_lens) for native in plan.segments] == [2, 2, 1]
+    padded = world.decode(world.plan([300, 17]), rows=5, table_rows=2)  # later segments have no block tables
+    world.assert_right(padded)
+    assert padded[2:].eq(0).all()
 
 
 def test_scratch_has_aiters_shapes_inside_the_arena_and_no_two_parts_overlap(make_world, aiter):
