@@ -15,7 +15,7 @@ from planlife.step_log import MAX_BLOCK_STEPS, StepLogWriter, is_step_log, strea
 from planlife.trace import TraceError
 from planlife.trace_file import TraceFile
 
-from .fake_world import FakeWorld, spec
+from .fake_world import FakeWorld, Owner, spec
 
 GOOD = '{"planlife_steps":1,"dt_us":[0,5],"rows":[3,0]}\n'
 
@@ -176,15 +176,17 @@ def test_an_owner_at_the_address_of_a_dead_one_is_another_step(tmp_path):
     """An engine's per-step object is often made where the last one was."""
     world = FakeWorld()
     world.warm()
-    with record(world.manager, tmp_path / "steps") as recorder:
-        addresses = set()
-        for _ in range(50):
-            world.owner = None
-            world.manager.plan_for(world.step([7, 7]))
-            addresses.add(id(world.owner))
-        assert len(addresses) < 50
-    del recorder
-    assert len(steps_of(tmp_path / "steps")) == 50
+    with record(world.manager, tmp_path / "steps"):
+        owner = Owner()
+        world.manager.plan_for(world.step([7, 7], owner=owner))
+        address = id(owner)
+        owner = world.owner = None
+        later = [Owner()]
+        while id(later[-1]) != address and len(later) < 100_000:
+            later.append(Owner())
+        assert id(later[-1]) == address
+        world.manager.plan_for(world.step([7, 7], owner=later[-1]))
+    assert len(steps_of(tmp_path / "steps")) == 2
 
 
 def test_what_is_planned_inside_a_recording_is_no_step(tmp_path):
