@@ -25,6 +25,7 @@ class Recorder:
     def __init__(self, manager: PlanManager, path: str | os.PathLike[str]) -> None:
         self._manager = manager
         self._plan_for = manager.plan_for
+        self._hidden = vars(manager).get("plan_for")  # another recorder's, which may still run
         self._lock = threading.Lock()
         self._writer: StepLogWriter | None = StepLogWriter(path)
         self._last_mark: dict[tuple[str, int], Mark | None] = {}
@@ -39,8 +40,8 @@ class Recorder:
 
     def _note(self, plan: StepPlan | OffPlan) -> None:
         key = (plan.site, plan.ubatch)
-        now_us = time.monotonic_ns() // 1000
         with self._lock:
+            now_us = time.monotonic_ns() // 1000  # under the lock, or another thread's step may be noted as later
             # A mark is one step's, as long as it lives; the manager holds the last one of each (site, ubatch) too.
             if self._writer is None or (plan.mark is not None and self._last_mark.get(key) is plan.mark):
                 return
@@ -52,6 +53,7 @@ class Recorder:
                 self._writer.add(dt_us, rows, plan.site, plan.ubatch)
             except OSError as error:
                 logger.error("recording ended: the step log cannot be written: %s", error)
+                self._writer.abandon()
                 self._writer = None
 
     def close(self) -> None:
@@ -59,7 +61,13 @@ class Recorder:
         with self._lock:
             writer, self._writer = self._writer, None
         if vars(self._manager).get("plan_for") == self._note_and_plan:
-            del self._manager.plan_for
+            hidden = self._hidden
+            while isinstance(below := getattr(hidden, "__self__", None), Recorder) and below._writer is None:
+                hidden = below._hidden
+            if hidden is None:
+                del self._manager.plan_for
+            else:
+                self._manager.plan_for = hidden  # type: ignore[method-assign]
         if writer is not None:
             writer.close()
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import logging
 import random
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
-from planlife import CapacityLadder, Step, record
+from planlife import CapacityLadder, Step, record, step_log
 from planlife.errors import ConfigError
 from planlife.step_log import MAX_BLOCK_STEPS, StepLogWriter, is_step_log, stream_step_log
 from planlife.trace import TraceError
@@ -215,6 +219,69 @@ def test_a_disk_that_is_full_ends_the_recording_and_no_step(tmp_path, caplog, mo
     assert "No space left" in caplog.text
     monkeypatch.undo()
     recorder.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_ends_the_recording_and_leaves_no_file_open(monkeypatch, caplog):
+    world = FakeWorld()
+    world.warm()
+    monkeypatch.setattr(step_log, "MAX_BLOCK_STEPS", 1)
+    recorder = record(world.manager, "/dev/full")
+    file = recorder._writer._file
+    for _ in range(500):  # more than what waits in the file's buffer
+        world.manager.plan_for(world.step([7] * 8))
+    assert "No space left" in caplog.text
+    assert file.closed
+    recorder.close()
+
+
+def test_steps_of_two_threads_are_noted_in_the_order_of_their_times(tmp_path, monkeypatch):
+    """A log whose time ran backwards could not be read again."""
+    world = FakeWorld(ubatches=2)
+    world.warm()
+    now, is_first_waiting, is_second_done = itertools.count(1000, 1000), threading.Event(), threading.Event()
+
+    def clock() -> int:
+        drawn = next(now)
+        if drawn == 1000:
+            is_first_waiting.set()
+            is_second_done.wait(0.2)
+        return drawn
+
+    def second() -> None:
+        is_first_waiting.wait(10)
+        world.manager.plan_for(steps[1])
+        is_second_done.set()
+
+    steps = [world.step([7], ubatch=0), world.step([7], ubatch=1)]
+    with record(world.manager, tmp_path / "steps"):
+        monkeypatch.setattr(time, "monotonic_ns", clock)
+        thread = threading.Thread(target=second)
+        thread.start()
+        world.manager.plan_for(steps[0])
+        thread.join()
+        monkeypatch.undo()
+    assert [(dt_us, ubatch) for dt_us, _, _, ubatch in steps_of(tmp_path / "steps")] == [(0, 0), (1, 1)]
+
+
+@pytest.mark.parametrize("is_first_to_end", [True, False])
+def test_two_recordings_at_once_end_each_on_its_own(tmp_path, is_first_to_end):
+    world = FakeWorld()
+    world.warm()
+    one, two = record(world.manager, tmp_path / "one"), record(world.manager, tmp_path / "two")
+    world.manager.plan_for(world.step([7]))
+    ended, other = (one, two) if is_first_to_end else (two, one)
+    ended.close()
+    world.manager.plan_for(world.step([7, 7]))
+    other.close()
+    world.manager.plan_for(world.step([7, 7, 7]))
+    lengths = {
+        recorder: [rows for _, rows, _, _ in steps_of(tmp_path / name)]
+        for recorder, name in ((one, "one"), (two, "two"))
+    }
+    assert lengths[ended] == [1]
+    assert lengths[other] == [1, 2]
+    assert "plan_for" not in vars(world.manager)
 
 
 def test_a_manager_that_is_off_or_has_two_sites_is_recorded_too(tmp_path):
