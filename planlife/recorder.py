@@ -35,15 +35,14 @@ class Recorder:
     def _note_and_plan(self, step: Step) -> StepPlan | OffPlan:
         plan = self._plan_for(step)
         if self._writer is not None and not plan.captured:
-            self._note(plan)
+            self._note(step, plan)
         return plan
 
-    def _note(self, plan: StepPlan | OffPlan) -> None:
+    def _note(self, step: Step, plan: StepPlan | OffPlan) -> None:
         key = (plan.site, plan.ubatch)
         with self._lock:
             now_us = time.monotonic_ns() // 1000  # under the lock, or another thread's step may be noted as later
-            # A mark is one step's, as long as it lives; the manager holds the last one of each (site, ubatch) too.
-            if self._writer is None or (plan.mark is not None and self._last_mark.get(key) is plan.mark):
+            if self._writer is None or _is_again(step, plan, self._last_mark.get(key)):
                 return
             self._last_mark[key] = plan.mark
             rows = 0 if plan.route == "dummy" else plan.rows
@@ -78,6 +77,18 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _is_again(step: Step, plan: StepPlan | OffPlan, last: Mark | None) -> bool:
+    """Whether the step that was noted last, with this mark, is planned once more."""
+    mark = plan.mark
+    if mark is None or last is None:
+        return False
+    # A mark is one step's, as long as it lives; the manager holds the last one of each (site, ubatch) too. Dummies and
+    # steps that fell back for want of room may get a new one each time they are asked for.
+    return mark is last or (
+        plan.route != "planned" and last.difference(step, mark.rows, mark.address, mark.version) is None
+    )
 
 
 def record(manager: PlanManager, path: str | os.PathLike[str] = "steps.jsonl.gz") -> Recorder:

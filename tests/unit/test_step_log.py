@@ -160,6 +160,9 @@ def test_recording_takes_one_line_and_notes_each_step_once(tmp_path):
         assert plan.rows == rows
         assert world.manager.plan_for(step) is plan  # the next layer, or the replay
     world.manager.plan_for(world.step([7] * 2, ubatch=1))
+    dummy = world.step([7] * 2, dummy=True)
+    world.manager.plan_for(dummy)
+    world.manager.plan_for(dummy)
     world.manager.plan_for(world.step([7] * 2, dummy=True))
     recorder.close()
     recorder.close()
@@ -170,6 +173,7 @@ def test_recording_takes_one_line_and_notes_each_step_once(tmp_path):
         (3, "default", 0),
         (5, "default", 0),
         (2, "default", 1),
+        (0, "default", 0),
         (0, "default", 0),
     ]
     assert steps[0][0] == 0
@@ -191,6 +195,24 @@ def test_an_owner_at_the_address_of_a_dead_one_is_another_step(tmp_path):
         assert id(later[-1]) == address
         world.manager.plan_for(world.step([7, 7], owner=later[-1]))
     assert len(steps_of(tmp_path / "steps")) == 2
+
+
+def test_a_step_that_finds_no_room_at_each_layer_is_one_step(tmp_path):
+    world = FakeWorld(fallback=lambda *call, **extras: None)
+    world.options["budget_bytes"] = world.manager.min_budget_bytes()
+    world.manager.close()
+    world.manager = world.new_manager()
+    world.warm()
+    world.manager.plan_for(world.step([7] * world.rows))
+    with world.manager.graph() as graph:
+        world.manager.plan_for(world.step([7] * world.rows))
+    with record(world.manager, tmp_path / "steps"):
+        for rows in (1, 1, 2):
+            step = world.step([7] * rows)
+            plans = {world.manager.plan_for(step) for _ in range(3)}
+            assert {plan.route for plan in plans} == {"fallback"}
+    assert [rows for _, rows, _, _ in steps_of(tmp_path / "steps")] == [1, 1, 2]
+    world.manager.release(graph)
 
 
 def test_what_is_planned_inside_a_recording_is_no_step(tmp_path):
