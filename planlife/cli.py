@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 
@@ -15,6 +16,9 @@ def main() -> None:
             raise
         print(f"planlife: the command line needs {package}: pip install 'planlife[cli]'", file=sys.stderr)
         sys.exit(2)
+    for stream in (sys.stdout, sys.stderr):  # names may have characters that the terminal has not
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     planlife()
 
 
