@@ -528,7 +528,8 @@ def fit_ladder(
     fitter = Fitter(
         case.survey.rows, case.max_rows, case.sites, ubatches=case.ubatches, num_compute_units=case.num_compute_units
     )
-    fitted = fitter.fit(num_classes) if num_classes is not None else fitter.fit_bytes(budget_bytes or 0)
+    with _progress(0, "fitting") as update:
+        fitted = fitter.fit(num_classes) if num_classes is not None else fitter.fit_bytes(budget_bytes or 0, update)
     of_engine, _ = engine_ladder(case.engine_name, case.max_rows)
     others = [
         fitter.judge("powers of two", CapacityLadder.powers_of_two(case.max_rows)),

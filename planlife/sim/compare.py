@@ -157,7 +157,7 @@ def compare(
     total = num_steps * len(policies)
     if num_processes is None:
         pays = num_steps >= _MIN_STEPS_FOR_PROCESSES and len(policies) > 1
-        num_processes = min(_num_cores(), len(policies)) if pays else 1
+        num_processes = min(num_cores(), len(policies)) if pays else 1
     if num_processes > 1:
         return _compare_in_processes(source, policies, setting, num_processes, total, progress)
     results = []
@@ -172,7 +172,8 @@ def compare(
     return results
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -246,10 +246,10 @@ def pareto_figure(choices: Sequence[Choice], marked: Sequence[Choice] = ()) -> F
         # One class may pad ten times the rows and a few classes next to nothing: both are to be read.
         above.set_yscale("symlog", linthresh=1)
         above.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        above.set_ylabel("padded rows, % of real (log scale)")
+        above.set_ylabel("padded, % of real (log scale)")
         below.set_ylabel(f"plans and scratch ({unit})")
         below.set_xlabel("classes (log scale)")
-        above.set_ylim(bottom=0)
+        above.set_ylim(bottom=0, top=above.get_ylim()[1] * 2)
         below.set_ylim(bottom=0, top=below.get_ylim()[1] * 1.1)
         figure.suptitle("What more classes buy, and what they take")
         above.legend(fontsize=10)
