@@ -45,11 +45,11 @@ class BuilderAdapter(ABC):
     Tensors that must keep their address (lengths above all) belong to the builder, as in the engine. The suite brings
     queries, caches, block tables and outputs.
 
-    manager: the builder's, on any device: the suite's tensors are made there. spec: of the target's site. capture_rows: the graph sizes, as the engine
-        captures them. draft_passes: how often prepare_mtp_decode follows a step. draft_spec: of the drafts' site, None
-        if it is the target's. drafts_in_graph: the drafts of a step are recorded into its graph. num_ubatches: 2 or
-        more for an engine with micro-batches, else 0. has_dummies: prepare_dummy is there. padding_tokens: the length
-        that padded rows carry.
+    manager: the builder's; the suite's tensors are made on its device. spec: of the target's site. capture_rows: the
+        graph sizes, as the engine captures them. draft_passes: how often prepare_mtp_decode follows a step. draft_spec:
+        of the drafts' site, None if it is the target's. drafts_in_graph: the drafts of a step are recorded into its
+        graph. num_ubatches: 2 or more for an engine with micro-batches, else 0. has_dummies: prepare_dummy is there.
+        padding_tokens: the length that padded rows carry.
     """
 
     manager: PlanManager

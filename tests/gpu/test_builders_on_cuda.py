@@ -8,8 +8,11 @@ import pytest
 
 from ..suite.test_builder_suite import *  # noqa: F403
 from ..suite.test_builder_suite import run_pytest  # noqa: F401
+from ..test_docs import DOCS, code_of
 
 pytest_plugins = ["pytester"]
+
+ON_THE_PAGE = code_of(DOCS / "testing.md")
 
 _OTHER_PROCESS = "runs pytest in a process of its own, on the CPU; below is the same on a GPU"
 
@@ -49,3 +52,9 @@ def test_the_plugin_passes_a_good_builder_and_fails_broken_ones_on_the_gpu(
     result = run_pytest("--planlife-steps=6")
     result.assert_outcomes(passed=6 + 4 + 1, failed=2 + 5)
     result.stdout.fnmatch_lines(["*BuilderFailure: prepare_mtp_decode, draft pass 1 of step 1: row * decoded *"])
+
+
+@pytest.mark.parametrize("adapter", ["OnTheGpu", "OwnCapture"])
+@pytest.mark.parametrize("scenario", ["replayed", "eager", "drafts", "mixed"])
+def test_the_builder_on_the_page_about_testing_passes_on_the_gpu(scenario: str, adapter: str) -> None:
+    run_scenario(scenario, ON_THE_PAGE[adapter], num_steps=8)  # noqa: F405
