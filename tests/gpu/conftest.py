@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -22,6 +24,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _not_here(item: pytest.Item) -> dict[str, str]:
     return getattr(getattr(item, "module", None), "NOT_HERE", {})
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels_are_compiled_ahead(request: pytest.FixtureRequest) -> None:
+    """Triton takes seconds for each spec: those that a module's `specs_ahead` names are compiled by all cores at once.
+
+    Not for a module of which only a few tests run: they compile what they need.
+    """
+    num_tests = Counter(getattr(item, "module", None) for item in request.session.items)
+    modules = [module for module, count in num_tests.items() if hasattr(module, "specs_ahead") and count > 10]
+    if modules and torch.cuda.is_available():
+        from .compile_ahead import compile_ahead
+
+        compile_ahead([spec for module in modules for spec in module.specs_ahead()])
 
 
 @pytest.fixture(autouse=True)

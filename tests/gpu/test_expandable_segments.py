@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-TESTS = "worst_case_bytes or another_memory_pool or in_flight or another_thread or churn"
+TESTS = "triton and (worst_case_bytes or another_memory_pool or in_flight or another_thread or churn)"
 
 
 def test_memory_and_work_in_flight_are_right_with_expandable_segments_too() -> None:

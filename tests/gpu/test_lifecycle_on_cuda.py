@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from planlife import PlanSpec
+
 from ..lifecycle.test_capture_failures import *  # noqa: F403
 from ..lifecycle.test_capture_styles import *  # noqa: F403
 from ..lifecycle.test_drafts import *  # noqa: F403
@@ -12,6 +16,8 @@ from ..lifecycle.test_refresh_and_marks import *  # noqa: F403
 from ..lifecycle.test_refresh_and_marks import gc_off  # noqa: F401
 from ..lifecycle.test_segments import *  # noqa: F403
 from ..lifecycle.test_threads_while_capturing import *  # noqa: F403
+from ..lifecycle.world import small_spec
+from ..suite.builders import SPEC
 
 _READS = (
     "the test's own synchronising reads kill captures in global mode; test_cuda_device.py has the rule without them"
@@ -26,3 +32,13 @@ NOT_HERE = {
     "test_eager_work_of_another_thread_is_neither_recorded_nor_refused[global-before replay]": _READS,
     "test_eager_work_of_another_thread_is_neither_recorded_nor_refused[global-in graph]": _READS,
 }
+
+
+def specs_ahead() -> list[PlanSpec]:
+    """Those of most tests here and in the builder suite."""
+    changes = [
+        {},
+        *({"query_length": length} for length in (2, 3)),
+        *({"sliding_window": width} for width in (100, 130)),
+    ]
+    return [*(small_spec(**change) for change in changes), *(replace(SPEC, **change) for change in changes)]

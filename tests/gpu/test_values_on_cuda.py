@@ -1,14 +1,11 @@
-"""The CPU's comparisons with the dense answer on CUDA with the Triton backend: the same tests, imported.
-
-Their specs are many, and Triton takes seconds for each: they are compiled beforehand, by as many processes as there are
-cores, into Triton's cache on disk.
-"""
+"""The CPU's comparisons with the dense answer on CUDA with the Triton backend: the same tests, imported."""
 
 from __future__ import annotations
 
 import itertools
 
-import pytest
+from planlife import PlanSpec
+from planlife.testing import LAYOUTS
 
 from ..lifecycle.test_budgets_and_shared_plans import *  # noqa: F403
 from ..lifecycle.test_cache_kinds import *  # noqa: F403
@@ -19,7 +16,6 @@ from ..lifecycle.test_lse_and_merge import *  # noqa: F403
 from ..lifecycle.test_values import *  # noqa: F403
 from ..lifecycle.test_values import BF16_LAYOUTS, make_spec
 from ..lifecycle.world import small_spec
-from .compile_ahead import compile_ahead
 
 _OF_THE_TABLE = "about the table of cases, not about a decode"
 _WINDOWS = "each width and length is compiled anew: a few here, all of them on a CPU"
@@ -41,21 +37,16 @@ NOT_HERE = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_ahead(request: pytest.FixtureRequest) -> None:
-    tests = [item.originalname for item in request.session.items if item.module is request.module]
-    if len(tests) > 50:  # else a test was asked for by name, and compiles what it needs
-        compile_ahead(
-            [
-                *(case.spec() for case in CASES),
-                *(
-                    small_spec(kv_layout=LAYOUTS[layout][0], kv_dtype=kv_dtype, scales=scales)  # noqa: F405
-                    for layout, kv_dtype, scales in KINDS
-                ),
-                *(
-                    make_spec(layout, sliding_window=window, query_length=length)
-                    for layout in BF16_LAYOUTS
-                    for window, length in _WINDOWS_HERE
-                ),
-            ]
-        )
+def specs_ahead() -> list[PlanSpec]:
+    return [
+        *(case.spec() for case in CASES),
+        *(
+            small_spec(kv_layout=LAYOUTS[layout][0], kv_dtype=kv_dtype, scales=scales)
+            for layout, kv_dtype, scales in KINDS
+        ),
+        *(
+            make_spec(layout, sliding_window=window, query_length=length)
+            for layout in BF16_LAYOUTS
+            for window, length in _WINDOWS_HERE
+        ),
+    ]

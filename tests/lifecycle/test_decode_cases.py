@@ -78,13 +78,21 @@ def test_the_axes_have_everything_that_the_library_knows_and_both_ends_of_each_r
     assert AXES["sinks"] == (False, True)
 
 
+def row_bound(case: DecodeCase) -> float:
+    """The rounding of the output, and on a GPU that of the weights: in the type of a bfloat16 cache, and in bfloat16
+    where each is scaled by its token."""
+    in_bfloat16 = case.kv_dtype == "bfloat16" or SCALE_FORMS[case.scales] == "per_token"
+    on_tensor_cores = world.DEVICE != "cpu" and backend_name() == "triton" and case.q_dtype != "float32"
+    return ROW_BOUNDS["bfloat16" if on_tensor_cores and in_bfloat16 else case.q_dtype]
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_row_of_every_case_is_as_exact_as_its_dtype(case: DecodeCase) -> None:
     inputs = DecodeInputs.of(case, device=world.DEVICE)
     output, plan = inputs.decode(backend=World.backend)
     assert plan.route == "planned"
     errors = row_errors(output, inputs.expected)
-    assert (errors <= ROW_BOUNDS[case.q_dtype]).all(), f"relative error per output row: {errors.tolist()}"
+    assert (errors <= row_bound(case)).all(), f"relative error per output row: {errors.tolist()}"
     padding = inputs.num_rows * case.query_length
     assert len(errors) > padding and (output[padding:] == 0).all()
 
@@ -92,7 +100,7 @@ def test_every_row_of_every_case_is_as_exact_as_its_dtype(case: DecodeCase) -> N
 @pytest.mark.parametrize("case", CASES[::4], ids=str)
 def test_the_fallback_is_as_exact(case: DecodeCase) -> None:
     errors = DecodeInputs.of(case, device=world.DEVICE).errors(enabled=False, fallback=backend_name())
-    assert (errors <= ROW_BOUNDS[case.q_dtype]).all(), f"relative error per output row: {errors.tolist()}"
+    assert (errors <= row_bound(case)).all(), f"relative error per output row: {errors.tolist()}"
 
 
 @pytest.mark.parametrize("case", CASES[::3], ids=str)
