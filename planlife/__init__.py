@@ -17,6 +17,7 @@ from .ladder import CapacityLadder
 from .manager import PlanManager
 from .merge import merge
 from .plan import OffPlan, StepPlan
+from .recorder import Recorder, record
 from .report import MemoryReport
 from .spec import PlanSpec, Step
 
@@ -36,10 +37,12 @@ __all__ = [
     "PlanManager",
     "PlanSpec",
     "PlanlifeError",
+    "Recorder",
     "RouteError",
     "SecondStepError",
     "StalePlanError",
     "Step",
     "StepPlan",
     "merge",
+    "record",
 ]

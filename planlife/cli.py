@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 
@@ -15,6 +16,10 @@ def main() -> None:
             raise
         print(f"planlife: the command line needs {package}: pip install 'planlife[cli]'", file=sys.stderr)
         sys.exit(2)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Names of sites and values of variables may have letters that the terminal's encoding does not.
+            stream.reconfigure(errors="backslashreplace")
     planlife()
 
 

@@ -10,47 +10,32 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.box import MARKDOWN
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from . import __version__, sim_commands
 from .configuration import BACKENDS, FALLBACKS
 from .errors import ConfigError, PlanlifeError
+from .options import byte_count, progress_bar
+from .spec import INT32_MAX
 
 if TYPE_CHECKING:
     from .doctor import Diagnosis
 
 _PRECISION_COLUMNS = 120
-_BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*(?:([kmgt])(i?))?b?", re.ASCII | re.IGNORECASE)
-
-
-def byte_count(text: str) -> int:
-    """4096, 512KiB, 3MiB, 1.5GB -> bytes. KiB, MiB, ... are powers of 1024; kB, MB, ... of 1000."""
-    match = _BYTES.fullmatch(text.strip())
-    if match is None:
-        raise click.BadParameter(f"{text!r} is no number of bytes: write 4096, 512KiB, 3MiB or 1.5GB.")
-    number, letter, binary = match.groups()
-    exponent = "kmgt".index(letter.lower()) + 1 if letter else 0
-    return int(float(number) * (1024 if binary else 1000) ** exponent)
+_COUNT = click.IntRange(min=1, max=INT32_MAX)
 
 
 def _in_options(message: str) -> str:
     """A refusal by the library, in the names that the command line has for its arguments."""
-    for name, option in (("budget_bytes", "--budget"), ("memory_bytes", "--memory"), ("num_layers", "--layers")):
+    for name, option in (
+        ("budget_bytes", "--budget"),
+        ("memory_bytes", "--memory"),
+        ("num_layers", "--layers"),
+        ("num_classes", "--classes"),
+        *((name, "--" + name.replace("_", "-")) for name in sim_commands.RENAMED_OPTIONS),
+    ):
         message = re.sub(rf"\b{name}\b", option, message)  # not within another name, as in min_budget_bytes
     return re.sub(r"\b(kv|scales)(?==|\b out)", r"--\1", message)
-
-
-def _progress_bar(console: Console) -> Progress:
-    """A bar that is gone when it is done, and silent where nobody looks."""
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
 
 
 class _Commands(click.Group):
@@ -62,6 +47,11 @@ class _Commands(click.Group):
         except PlanlifeError as error:
             click.echo("planlife: " + _in_options(" ".join(str(error).split())), err=True)
             ctx.exit(2 if isinstance(error, ConfigError) else 1)
+        except ModuleNotFoundError as missing:
+            if missing.name != "torch":
+                raise
+            click.echo("planlife: this command needs torch: install one that is built for this machine", err=True)
+            ctx.exit(1)
         except BrokenPipeError:
             raise  # click ends quietly: whoever read has seen enough
         except OSError as error:
@@ -70,7 +60,7 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands)
-@click.version_option(package_name="planlife")
+@click.version_option(__version__)
 def planlife() -> None:
     """Owns the life of GPU work plans for paged decode."""
 
@@ -170,8 +160,7 @@ def demo(ctx: click.Context, /, **options: Any) -> None:
 
     config = DemoConfig(**{name: value for name, value in options.items() if value is not None})
     console = Console(markup=False, highlight=False)
-    bar = _progress_bar(console)
-    with bar:
+    with progress_bar(console) as bar:
         task = bar.add_task("starting", total=None)
         result = run_demo(
             config, progress=lambda done, total, text: bar.update(task, completed=done, total=total, description=text)
@@ -199,7 +188,7 @@ def _sites_option(function: Callable[..., None]) -> Callable[..., None]:
 def _ubatches_option(function: Callable[..., None]) -> Callable[..., None]:
     return click.option(
         "--ubatches",
-        type=click.IntRange(min=1),
+        type=_COUNT,
         default=1,
         show_default=True,
         metavar="N",
@@ -331,7 +320,7 @@ def _exact(num_bytes: int | None) -> str:
 @click.option(
     "--num-cu",
     "num_compute_units",
-    type=click.IntRange(min=1),
+    type=_COUNT,
     default=256,
     show_default=True,
     metavar="N",
@@ -430,8 +419,7 @@ def precision(ctx: click.Context, backend: str, device: str, with_splits: bool, 
     terminal = Console(stderr=True)
     # A figure that is cut off for want of columns says nothing.
     console = Console(markup=False, highlight=False, width=max(terminal.width, _PRECISION_COLUMNS))
-    bar = _progress_bar(terminal)
-    with bar:
+    with progress_bar(terminal) as bar:
         task = bar.add_task("starting", total=None)
         report = measure_precision(
             backend=backend,
@@ -469,3 +457,8 @@ def precision(ctx: click.Context, backend: str, device: str, with_splits: bool, 
     if not report.ok:
         console.print("NOT OK: a row is off by more than 1e-2, or nothing could be measured.")
         ctx.exit(1)
+
+
+for command in (sim_commands.simulate, sim_commands.fit_ladder, sim_commands.report):
+    planlife.add_command(command)
+bench.add_command(sim_commands.bench_simulate)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import click
@@ -175,6 +177,24 @@ def test_without_the_extra_the_command_says_what_to_install(missing):
     assert run.stderr == f"planlife: the command line needs {missing}: pip install 'planlife[cli]'\n"
 
 
+@pytest.mark.parametrize("arguments", [("estimate",), ("demo",), ("bench", "precision"), ("bench", "host")])
+def test_without_torch_a_command_that_needs_it_says_so_in_one_line(arguments):
+    code = f"import sys; sys.modules['torch'] = None; sys.argv = {['planlife', *arguments]!r}\n"
+    code += "from planlife.cli import main; main()"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY)
+    assert run.returncode == 1
+    assert run.stderr == "planlife: this command needs torch: install one that is built for this machine\n"
+
+
+def test_the_version_is_known_where_planlife_is_only_on_the_path(monkeypatch):
+    def not_installed(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", not_installed)
+    result = CliRunner().invoke(command, ["--version"])
+    assert result.exit_code == 0 and planlife.__version__ in result.output
+
+
 @pytest.mark.parametrize("module", ["planlife", "planlife.cli"])
 def test_the_entry_point_runs_where_the_extra_is_installed(module):
     run = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, cwd=REPOSITORY)
@@ -266,12 +286,30 @@ def test_estimate_is_the_managers_worst_case_with_its_parts(sites_file):
     assert f"{worst_case:,} bytes" in result.output and "plan dense/8" in result.output
 
 
+@pytest.mark.parametrize(("encoding", "shown"), [("ascii", r"\u041f\u2713"), ("utf-8", "П✓")])
+@pytest.mark.parametrize("name", ["doctor", "estimate"])
+def test_letters_that_the_terminal_does_not_have_are_escaped(name, encoding, shown, tmp_path):
+    path = tmp_path / "sites.json"
+    path.write_text(json.dumps({"П✓ \ud800": {**SITE, "ladder": [1]}}))
+    arguments = [sys.executable, "-m", "planlife", name, "--sites", str(path)]
+    variables = {
+        **os.environ,
+        "PYTHONIOENCODING": encoding,
+        "CUDA_VISIBLE_DEVICES": "\udcff",
+    }  # a byte that is no UTF-8
+    run = subprocess.run(arguments, capture_output=True, cwd=REPOSITORY, env=variables)
+    assert run.returncode == 0, run.stderr
+    assert rf"{shown} \ud800" in run.stdout.decode()
+    assert name == "estimate" or "CUDA_VISIBLE_DEVICES=" in run.stdout.decode()
+
+
 @pytest.mark.parametrize("name", ["doctor", "estimate"])
 def test_a_bad_sites_file_exits_with_2_and_one_line_that_names_it(name, tmp_path):
     path = tmp_path / "sites.json"
     for content, part in (
         ('{"a": {"head_dims": 8}}', "did you mean 'head_dim'?"),
         ("{", "line 1"),
+        (json.dumps({"a": {**SITE, "head_dim": 10**400, "ladder": [1]}}), "head_dim must be in [1, 2147483647]"),
         (None, "cannot be"),
     ):
         path.unlink(missing_ok=True)
@@ -288,6 +326,7 @@ def test_a_bad_sites_file_exits_with_2_and_one_line_that_names_it(name, tmp_path
     [
         *(("doctor", "--backend", "x"), ("doctor", "--fallback", "aiter"), ("doctor", "--ubatches", "0")),
         *(("estimate", "--num-cu", "0"), ("estimate", "--backend", "auto")),
+        *((name, option, str(2**31)) for name, option in (("doctor", "--ubatches"), ("estimate", "--num-cu"))),
     ],
 )
 def test_bad_options_of_doctor_and_estimate_exit_with_2(arguments):

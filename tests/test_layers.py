@@ -20,9 +20,10 @@ LAYERS = (
     ("plan", "call_check", "graph_record", "sizing", "residency", "backends.base"),
     ("slot", "graph_book", "configuration", "merge", "hint"),
     ("manager",),
-    ("emulated_graph", "torch_device", "kernels", "backends", "cuda_runtime", "cuda_device"),
+    ("emulated_graph", "torch_device", "kernels", "backends", "cuda_runtime", "cuda_device", "trace_file"),
     ("trace", "testing", "demo", "bench", "sites", "estimate", "visibility", "doctor", "precision"),
-    ("commands", "cli", "__main__"),
+    ("step_log", "recorder", "sim"),
+    ("options", "sim_commands", "commands", "cli", "__main__"),
 )
 CORE = {module for layer in LAYERS[:5] for module in layer}
 

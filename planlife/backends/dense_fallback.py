@@ -82,5 +82,4 @@ class DenseFallback:
 
 
 def _one_task_each(spec: PlanSpec) -> PlanSpec:
-    """The same whatever the manager has settled of the site's plans, which are not used here."""
-    return replace(spec, max_partitions=1, workgroup_budget=None, plan_of=None)
+    return replace(spec, max_partitions=1)

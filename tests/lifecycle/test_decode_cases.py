@@ -228,3 +228,30 @@ def test_with_more_slots_than_compute_units_a_long_row_has_a_task_for_each_unit(
     assert len(tasks) == NUM_CU
     assert max(end - begin for _, begin, end, _ in tasks) == 4
     assert set(num_tasks) - {NUM_CU} <= {1, 2}
+
+
+def test_a_case_without_rows_is_zeros_throughout() -> None:
+    """R42: an idle rank's step, whose output is padded to the class."""
+    output, plan = DecodeInputs.of(DecodeCase(lens=())).decode()
+    assert plan.route == "dummy" and len(output) and not output.any()
+    assert DecodeInputs.of(DecodeCase(lens=())).errors().tolist() == [0.0] * len(output)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"layout": "NHD"}, "layout must be one of nhd, hnd, packed"),
+        ({"scales": "per_token"}, "scales must be one of none, host number"),
+        ({"layout": "packed", "page_size": 4}, "multiples of 8, got 4 and 64"),
+        ({"layout": "packed", "head_dim": 60}, "multiples of 8, got 16 and 60"),
+    ],
+)
+def test_options_that_no_tensors_can_be_made_of_are_refused_by_name(option: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DecodeInputs.of(DecodeCase(**option))
+
+
+@pytest.mark.parametrize(("name", "value"), [("layout", "NHD"), ("scales", "per_token")])
+def test_inputs_of_a_spec_name_a_wrong_form_too(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be one of"):
+        DecodeInputs(DecodeCase().spec(), (5,), **{name: value})

@@ -51,7 +51,8 @@ def test_a_class_past_the_limit_of_a_table_set_is_served_in_segments():
 
 @interpreted
 def test_the_fallback_named_triton_takes_what_the_ladder_does_not():
-    world = World(rows=5, ladder=CapacityLadder([2]), backend="torch", fallback="triton", warm=True)
+    sites = {"default": small_spec(max_partitions=4)}  # of a plan's rows; the fallback's have one task each
+    world = World(rows=5, ladder=CapacityLadder([2]), sites=sites, backend="torch", fallback="triton", warm=True)
     world.set_lens([300, 0, 17, 256, 1])
     step = world.step()
     assert world.manager.plan_for(step).route == "fallback"

@@ -227,3 +227,39 @@ def test_fitting_costs_time_in_proportion_to_the_counts_not_to_their_square():
         return time.process_time() - start
 
     assert seconds(32_768) < 40 * min(seconds(4_096) for _ in range(3))  # 8x the counts: 8 if linear, 64 if squared
+
+
+@pytest.mark.parametrize("shape", ["even", "falling", "steep", "sparse"])
+def test_65_536_distinct_counts_are_fitted_to_64_classes_within_two_seconds(shape):
+    chance = random.Random(2)
+    num_counts = 65_536
+    histogram = {
+        "even": lambda: {rows: chance.randrange(1000) for rows in range(1, num_counts + 1)},
+        "falling": lambda: {rows: 10**9 // rows for rows in range(1, num_counts + 1)},
+        "steep": lambda: {rows: 2 ** max(0, 60 - rows // 8) for rows in range(1, num_counts + 1)},
+        "sparse": lambda: {rows: chance.randrange(10**6) for rows in chance.sample(range(1, 2**31), num_counts)},
+    }[shape]()
+    start = time.process_time()
+    ladder = CapacityLadder.fit(histogram, 64)
+    assert time.process_time() - start < 2
+    assert len(ladder.classes) == 64
+
+
+def test_fit_pads_as_little_as_a_table_over_all_numbers_of_classes():
+    """Beyond what can be tried ladder by ladder: the recurrence written out, counting classes instead of pricing."""
+    chance = random.Random(3)
+    for _ in range(40):
+        rows = sorted(chance.sample(range(1, 5000), chance.randint(2, 40)))
+        weights = [chance.choice([0, 1, 1, chance.randint(0, 50), 10**9]) for _ in rows]
+        histogram = dict(zip(rows, weights, strict=True))
+        least = [[math.inf] * (len(rows) + 1) for _ in range(len(rows) + 1)]
+        least[0][0] = 0
+        for used, end in ((used, end) for used in range(1, len(rows) + 1) for end in range(1, len(rows) + 1)):
+            padded = 0
+            for start in range(end - 1, -1, -1):
+                padded += weights[start] * (rows[end - 1] - rows[start])
+                least[used][end] = min(least[used][end], least[used - 1][start] + padded)
+        for num_classes in range(1, len(rows) + 1):
+            ladder = CapacityLadder.fit(histogram, num_classes)
+            assert len(ladder.classes) == num_classes
+            assert padding(ladder, histogram) == least[num_classes][len(rows)]

@@ -59,6 +59,17 @@ def test_a_dummy_is_a_dummy_when_off_too() -> None:
     assert real.route == "fallback" and len(calls) == 1  # positive control
 
 
+@pytest.mark.parametrize("fallback", [None, live_lens_fallback], ids=["no fallback", "a fallback"])
+def test_an_idle_rank_gets_zeros_for_an_output_of_any_rows_whether_on_or_off(fallback: Any) -> None:
+    """R42: no rows are a dummy step, and ranks in lockstep pass the padded output of the others."""
+    for enabled in (True, False):
+        world = FakeWorld(enabled=enabled, fallback=fallback)
+        world.warm() if enabled else None
+        plan = world.manager.plan_for(world.step([]))
+        for num_rows in (1, 4, 9):
+            assert world.decode(plan, num_rows) == [0] * num_rows
+
+
 def test_off_without_a_fallback_is_refused_at_the_decode() -> None:
     world = FakeWorld(enabled=False)
     plan = world.manager.plan_for(world.step([3]))

@@ -1,0 +1,229 @@
+"""Step logs are written by one line in an engine and read back as they were; a broken one is named by file and line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import random
+
+import pytest
+
+from planlife import CapacityLadder, Step, record
+from planlife.errors import ConfigError
+from planlife.step_log import MAX_BLOCK_STEPS, StepLogWriter, is_step_log, stream_step_log
+from planlife.trace import TraceError
+from planlife.trace_file import TraceFile
+
+from .fake_world import FakeWorld, spec
+
+GOOD = '{"planlife_steps":1,"dt_us":[0,5],"rows":[3,0]}\n'
+
+
+def steps_of(path) -> list[tuple[int, int, str, int]]:
+    return [
+        (
+            block.dt_us[i],
+            block.rows[i],
+            block.sites[block.site[i] if block.site else 0],
+            block.ubatch[i] if block.ubatch else 0,
+        )
+        for block in stream_step_log(path)
+        for i in range(len(block.rows))
+    ]
+
+
+@pytest.mark.parametrize("name", ["steps.jsonl", "steps.jsonl.gz"])
+def test_what_was_written_is_read(tmp_path, name):
+    chance = random.Random(0)
+    steps = [
+        (chance.randrange(10**6), chance.randrange(300), chance.choice(["target", 'dra"ft\n']), chance.randrange(2))
+        for _ in range(2 * MAX_BLOCK_STEPS + 17)
+    ]
+    with StepLogWriter(tmp_path / name) as writer:
+        for step in steps:
+            writer.add(*step)
+    assert steps_of(tmp_path / name) == steps
+    assert is_step_log(tmp_path / name)
+    assert (tmp_path / name).read_bytes().startswith(b"\x1f\x8b") == name.endswith(".gz")
+
+
+def test_a_log_of_one_site_and_ubatch_has_two_columns_and_copies_block_by_block(tmp_path):
+    with StepLogWriter(tmp_path / "a") as writer:
+        writer.add(0, 3)
+        writer.add(5, 0)
+    assert (tmp_path / "a").read_text() == GOOD
+    with StepLogWriter(tmp_path / "b") as writer:
+        writer.add_blocks(stream_step_log(tmp_path / "a"))
+    assert (tmp_path / "b").read_text() == GOOD
+
+
+def test_a_byte_order_mark_crlf_and_blank_lines_are_read(tmp_path):
+    path = tmp_path / "steps"
+    path.write_bytes(b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n\r\n").encode() + GOOD.encode())
+    assert steps_of(path) == [(0, 3, "default", 0), (5, 0, "default", 0)] * 2
+
+
+def test_a_request_trace_is_no_step_log(tmp_path):
+    path = tmp_path / "requests"
+    path.write_text('{"timestamp": 0, "input_length": 3, "output_length": 4}\n')
+    assert not is_step_log(path)
+    path.write_text("")
+    assert not is_step_log(path)
+
+
+BROKEN = {
+    "no json": ("{", "a JSON object"),
+    "not an object": ("[1]", "a JSON object"),
+    "nan": (GOOD.replace("5", "NaN"), "a JSON object"),
+    "infinity": (GOOD.replace("5", "-Infinity"), "a JSON object"),
+    "deep": ("[" * 100_000, "a JSON object"),
+    "no version": ('{"dt_us":[0],"rows":[3]}', "planlife_steps must be 1"),
+    "another version": (GOOD.replace("1", "2", 1), "planlife_steps must be 1.*got 2"),
+    "version true": (GOOD.replace("1", "true", 1), "planlife_steps must be 1.*got True"),
+    "missing column": ('{"planlife_steps":1,"rows":[3]}', "dt_us must be a list"),
+    "unknown column": (GOOD.replace('"rows"', '"tokens":[1,2],"rows"'), "tokens"),
+    "column of a word": (GOOD.replace("[3,0]", '"30"'), "rows must be a list"),
+    "negative rows": (GOOD.replace("3", "-3"), "rows must be a whole number.*got -3"),
+    "negative time": (GOOD.replace("5", "-5"), "dt_us must be a whole number.*got -5"),
+    "huge rows": (GOOD.replace("3", "2147483648"), "rows.*2147483648"),
+    "endless digits": (GOOD.replace("3", "9" * 5000), "a JSON object"),
+    "fraction": (GOOD.replace("5", "5.0"), "dt_us.*got 5.0"),
+    "bool": (GOOD.replace("3", "true"), "rows.*got True"),
+    "null": (GOOD.replace("3", "null"), "rows.*got None"),
+    "unequal columns": (GOOD.replace("[0,5]", "[0]"), "dt_us has 1 entries and rows has 2"),
+    "site out of range": (GOOD.replace('"rows"', '"site":[0,1],"rows"'), "site.*got 1"),
+    "nameless site": (GOOD.replace('"rows"', '"sites":[""],"rows"'), "sites must be a list of names"),
+    "sites of numbers": (GOOD.replace('"rows"', '"sites":[1],"rows"'), "sites must be a list of names"),
+    "negative ubatch": (GOOD.replace('"rows"', '"ubatch":[0,-1],"rows"'), "ubatch.*got -1"),
+    "no utf-8": (b"\xff\xfe", "no UTF-8"),
+    "endless line": (b" " * (1 << 20) + b"x", "longer than"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_block_is_named_by_file_and_line(tmp_path, kind):
+    content, message = BROKEN[kind]
+    path = tmp_path / "the log"
+    path.write_bytes(GOOD.encode() + (content if isinstance(content, bytes) else content.encode()))
+    with pytest.raises(TraceError, match=message) as caught:
+        steps_of(path)
+    assert f"{str(path)!r}, line 2: " in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400 + len(str(path))
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", '{"planlife_steps":1,"dt_us":[],"rows":[]}'])
+def test_a_log_without_a_step_is_refused(tmp_path, content):
+    path = tmp_path / "empty"
+    path.write_text(content)
+    with pytest.raises(TraceError, match="at least one"):
+        steps_of(path)
+
+
+def test_a_truncated_gzip_is_named_by_file_and_line(tmp_path):
+    path = tmp_path / "cut.gz"
+    chance = random.Random(0)
+    with StepLogWriter(path) as writer:
+        for _ in range(5 * MAX_BLOCK_STEPS):
+            writer.add(chance.randrange(10**9), chance.randrange(10**6))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(TraceError, match=r"cut.gz', line [23]: cannot read on: "):
+        steps_of(path)
+    path.write_bytes(gzip.compress(GOOD.encode())[:-4])
+    with pytest.raises(TraceError, match="cannot read on"):
+        steps_of(path)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(TraceError, match="none', line 1: cannot be opened"):
+        is_step_log(tmp_path / "none")
+    with pytest.raises(TraceError, match="path"):
+        TraceFile("a\0b")
+    with pytest.raises(ConfigError, match="path"):
+        StepLogWriter("a\0b")
+
+
+def test_recording_takes_one_line_and_notes_each_step_once(tmp_path):
+    world = FakeWorld(ubatches=2)
+    world.warm()
+    path = tmp_path / "steps.jsonl"
+    recorder = record(world.manager, path)
+    for rows in (3, 3, 5):
+        step = world.step([7] * rows)
+        plan = world.manager.plan_for(step)
+        assert plan.rows == rows
+        assert world.manager.plan_for(step) is plan  # the next layer, or the replay
+    world.manager.plan_for(world.step([7] * 2, ubatch=1))
+    world.manager.plan_for(world.step([7] * 2, dummy=True))
+    recorder.close()
+    recorder.close()
+    world.manager.plan_for(world.step([7]))
+    steps = steps_of(path)
+    assert [(rows, site, ubatch) for _, rows, site, ubatch in steps] == [
+        (3, "default", 0),
+        (3, "default", 0),
+        (5, "default", 0),
+        (2, "default", 1),
+        (0, "default", 0),
+    ]
+    assert steps[0][0] == 0
+    assert "plan_for" not in vars(world.manager)
+
+
+def test_an_owner_at_the_address_of_a_dead_one_is_another_step(tmp_path):
+    """An engine's per-step object is often made where the last one was."""
+    world = FakeWorld()
+    world.warm()
+    with record(world.manager, tmp_path / "steps") as recorder:
+        addresses = set()
+        for _ in range(50):
+            world.owner = None
+            world.manager.plan_for(world.step([7, 7]))
+            addresses.add(id(world.owner))
+        assert len(addresses) < 50
+    del recorder
+    assert len(steps_of(tmp_path / "steps")) == 50
+
+
+def test_what_is_planned_inside_a_recording_is_no_step(tmp_path):
+    world = FakeWorld()
+    world.warm()
+    with record(world.manager, tmp_path / "steps"):
+        world.manager.plan_for(world.step([7]))
+        with world.manager.graph():
+            world.manager.plan_for(world.step([7, 7]))
+    assert [rows for _, rows, _, _ in steps_of(tmp_path / "steps")] == [1]
+
+
+def test_a_disk_that_is_full_ends_the_recording_and_no_step(tmp_path, caplog, monkeypatch):
+    world = FakeWorld()
+    world.warm()
+    recorder = record(world.manager, tmp_path / "steps")
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(StepLogWriter, "add", full)
+    with caplog.at_level(logging.ERROR, "planlife"):
+        for _ in range(3):
+            assert world.manager.plan_for(world.step([7])).route == "planned"
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "No space left" in caplog.text
+    monkeypatch.undo()
+    recorder.close()
+
+
+def test_a_manager_that_is_off_or_has_two_sites_is_recorded_too(tmp_path):
+    world = FakeWorld(sites={"target": spec(), "draft": spec()})
+    world.warm()
+    with record(world.manager, tmp_path / "two"):
+        world.manager.plan_for(world.step([7], site="draft"))
+        world.manager.plan_for(world.step([7, 7], site="target"))
+    assert [(rows, site) for _, rows, site, _ in steps_of(tmp_path / "two")] == [(1, "draft"), (2, "target")]
+    off = FakeWorld(enabled=False, fallback=lambda *call, **extras: None, ladder=CapacityLadder([8]))
+    with record(off.manager, tmp_path / "off"):
+        off.manager.plan_for(Step(off.lens[0][:4], owner=1))
+    assert [rows for _, rows, _, _ in steps_of(tmp_path / "off")] == [4]
+    assert json.loads((tmp_path / "off").read_text())["planlife_steps"] == 1
