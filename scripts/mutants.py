@@ -153,7 +153,8 @@ def copy_without(guard: Guard | None, into: Path) -> None:
 
 def run_tests(tree: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=line"]
-    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])  # the copy comes first
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     options = {"cwd": tree, "env": environment, "capture_output": True, "text": True, "timeout": TIMEOUT_S}
     return subprocess.run([*command, *(f"tests/{test}" for test in tests)], **options)
 
