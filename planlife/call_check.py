@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any
 
 from .device import Device
-from .errors import ConfigError, shown
+from .errors import ConfigError, is_tensor, shown
 from .spec import DTYPE_BYTES, QUERY_DTYPES, PlanSpec, dtype_name
 from .unserved import MLA, NON_UNIFORM, Unserved
 
@@ -103,7 +103,7 @@ class CallChecker:
                     and query.device == device
                     and output.device == device
                     and (query.is_contiguous() or query.stride()[-1] == 1)
-                    and (output.is_contiguous() or output.stride()[-1] == 1)
+                    and (output.is_contiguous() or (output.stride()[-1] == 1 and 0 not in output.stride()))
                 )
             )
         ):
@@ -137,7 +137,7 @@ class CallChecker:
         return ConfigError(f"site {self.site!r}: {what} is {found}, wanted {wanted}.{reason}")
 
     def _check_placed(self, what: str, tensor: Any, dtype_name: str) -> None:
-        if not hasattr(tensor, "shape") or not hasattr(tensor, "device"):
+        if not is_tensor(tensor):
             raise self._refuse(what, shown(tensor), "a tensor")
         if str(tensor.device) != self._device.name:
             raise self._refuse(f"{what}'s device", tensor.device, f"the manager's, {self._device.name}")
@@ -174,6 +174,8 @@ class CallChecker:
             raise self._refuse("output's shape", list(output.shape), f"query's, {list(shape)}", MLA if is_mla else None)
         for what, tensor in (("query", query), ("output", output)):
             self._check_last_axis(what, tensor)
+        if is_broadcast(output):
+            raise self._refuse("output's strides", list(output.stride()), "memory of its own for each number")
         self._queries = (weakref.ref(query), weakref.ref(output), rows, query.shape, query.device)
 
     def _remember_caches(self, key_cache: Any, value_cache: Any) -> None:
@@ -243,7 +245,7 @@ class CallChecker:
                     raise self._refuse(what, shown(scale), f"None: a {spec.kv_dtype} cache has no scales")
             elif scale is None:
                 raise self._refuse(what, None, f"a {spec.scales} scale: the cache is {spec.kv_dtype}")
-            elif hasattr(scale, "device"):
+            elif is_tensor(scale):
                 self._check_placed(what, scale, "float32")
                 self._check_scale_shape(num_pages, what, scale)
             elif spec.scales == "per_token":
@@ -273,13 +275,18 @@ class CallChecker:
             raise self._refuse("lse's contiguity", False, "True: backends write it as one block")
 
     def _check_sinks(self, sinks: Any) -> None:
-        if not hasattr(sinks, "shape") or tuple(sinks.shape) != (self.spec.num_q_heads,):
-            found = list(sinks.shape) if hasattr(sinks, "shape") else shown(sinks)
+        if not is_tensor(sinks) or tuple(sinks.shape) != (self.spec.num_q_heads,):
+            found = list(sinks.shape) if is_tensor(sinks) else shown(sinks)
             raise self._refuse("sinks' shape", found, f"[{self.spec.num_q_heads}], one logit per query head")
         if str(sinks.device) != self._device.name:
             raise self._refuse("sinks' device", sinks.device, f"the manager's, {self._device.name}")
         if dtype_name(sinks.dtype) not in QUERY_DTYPES:
             raise self._refuse("sinks' dtype", sinks.dtype, f"one of {', '.join(QUERY_DTYPES)}")
+
+
+def is_broadcast(tensor: Any) -> bool:
+    """Whether several numbers of this tensor lie in one place, as expand() makes them: nothing may be written there."""
+    return any(not stride and extent > 1 for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _attributes(tensor: Any) -> object:

@@ -16,8 +16,9 @@ def main() -> None:
             raise
         print(f"planlife: the command line needs {package}: pip install 'planlife[cli]'", file=sys.stderr)
         sys.exit(2)
-    for stream in (sys.stdout, sys.stderr):  # names may have characters that the terminal has not
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
+            # Names of sites and values of variables may have letters that the terminal's encoding does not.
             stream.reconfigure(errors="backslashreplace")
     planlife()
 

@@ -47,6 +47,11 @@ class BackendUnavailableError(PlanlifeError, ImportError):
     """A backend or device was asked for by name and cannot be used here."""
 
 
+def is_tensor(value: object) -> bool:
+    """Whether this is a tensor, told without torch. A numpy array or number, which has a device too, is none."""
+    return hasattr(value, "device") and hasattr(value, "stride")
+
+
 def shown(value: object) -> str:
     """A value as a message names it; a tensor by its device, because printing it would read it back."""
-    return f"a tensor on {value.device}" if hasattr(value, "device") else f"{value!r} ({type(value).__name__})"
+    return f"a tensor on {value.device}" if is_tensor(value) else f"{value!r} ({type(value).__name__})"  # type: ignore[attr-defined]

@@ -812,12 +812,12 @@ class PlanManager:
                 raise self._announcer.refuse(
                     RouteError("a dummy step was decoded while recording: a graph would freeze its zeros.")
                 )
-            output, *_, lse = call
-            slot.checker.check_output(output)
-            if lse is not None:
-                slot.checker.check_lse(lse, output.shape[0])
-                lse.fill_(-math.inf)
-            output.zero_()
+            self._decode_nothing(slot, call)
+            return
+        rows, address, version = self._device.inspect_lens(plan.context_lens)
+        if not rows:
+            # Only with enabled=False, where plan_for does not look: else no rows are a dummy step too.
+            self._decode_nothing(slot, call)
             return
         if plan.route == "fallback" and self._fallback is None:
             raise self._announcer.refuse(
@@ -826,9 +826,8 @@ class PlanManager:
                     "or serve steps whose plan_for answers route 'fallback' yourself."
                 )
             )
-        rows, address, version = self._device.inspect_lens(plan.context_lens)
         ladder = slot.ladder
-        slot.checker.check(rows, ladder.class_for(rows) if 0 < rows <= ladder.max_rows else rows, *call)
+        slot.checker.check(rows, ladder.class_for(rows) if rows <= ladder.max_rows else rows, *call)
         if plan.route == "fallback" and call[-1] is not None and not self._fallback_takes_lse:
             name = getattr(self._fallback, "__qualname__", self._fallback)
             raise self._announcer.refuse(
@@ -855,6 +854,16 @@ class PlanManager:
             with self._lock:
                 self._graphs.note_fallback(capture_id, plan, mark)
         self._decode_by_fallback(slot.spec, rows, plan.context_lens, call)
+
+    @staticmethod
+    def _decode_nothing(slot: Slot, call: tuple[Any, ...]) -> None:
+        """Zeros, for an output of any number of rows."""
+        output, *_, lse = call
+        slot.checker.check_output(output)
+        if lse is not None:
+            slot.checker.check_lse(lse, output.shape[0])
+            lse.fill_(-math.inf)
+        output.zero_()
 
     def _decode_by_fallback(self, spec: PlanSpec, rows: int, context_lens: Any, call: tuple[Any, ...]) -> None:
         assert self._fallback is not None
@@ -1276,6 +1285,10 @@ class PlanManager:
 
     def _excluded(self) -> dict[str, str]:
         excluded = {"compiled code": "what the backend's compiler and loader keep per specialisation"}
+        if self._backend.name == "torch" and self._device.name.startswith("cuda"):
+            excluded["matrix products"] = (
+                "what torch keeps for its BLAS library from the first one on, about 32 MiB of cuBLAS"
+            )
         if self._flags is not None:
             excluded["sanitizer"] = f"{NUM_FLAGS * 8} bytes of counters"
         if self._fallback is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .errors import ConfigError, shown
+from .call_check import is_broadcast
+from .errors import ConfigError, is_tensor, shown
 from .spec import QUERY_DTYPES, dtype_name
 
 if TYPE_CHECKING:
@@ -40,6 +41,12 @@ def merge(
             _check_lse(name, one, shape, output.device)
     if out is not None:
         _check_like("out", out, "output", output)
+    for name, one in (("out", out), ("out_lse", out_lse)):
+        if one is not None and is_broadcast(one):
+            raise ConfigError(
+                f"merge: {name} has strides {list(one.stride())}, which put several numbers in one place; pass memory "
+                "of its own for each."
+            )
     # Imported here: importing planlife loads no torch.
     from .kernels.torch_merge import merge_partials
 
@@ -71,7 +78,7 @@ def _check_lse(name: str, tensor: Any, shape: tuple[int, ...], device: Any) -> N
 
 
 def _check_tensor(name: str, tensor: Any) -> None:
-    if not all(hasattr(tensor, attribute) for attribute in ("shape", "dtype", "device")):
+    if not is_tensor(tensor):
         raise ConfigError(f"merge: {name} must be a tensor, got {shown(tensor)}.")
 
 

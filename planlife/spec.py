@@ -14,6 +14,8 @@ QUERY_DTYPES = ("bfloat16", "float16", "float32")
 FP8_DTYPES = ("float8_e4m3fn", "float8_e4m3fnuz")
 KV_LAYOUTS = ("nhd", "hnd", "packed")
 SCALE_KINDS = ("none", "per_tensor", "per_token")
+#: Lengths, page numbers and extents are int32 in tables and kernels.
+INT32_MAX = 2**31 - 1
 
 
 def dtype_name(dtype: object) -> str:
@@ -100,7 +102,7 @@ class PlanSpec:
         object.__setattr__(self, "q_dtype", dtype_name(self.q_dtype))
         object.__setattr__(self, "kv_dtype", dtype_name(self.kv_dtype))
         for name in ("num_q_heads", "num_kv_heads", "head_dim", "page_size", "query_length"):
-            check_int(name, getattr(self, name), at_least=1)
+            check_int(name, getattr(self, name), at_least=1, at_most=INT32_MAX)
         check_int("sliding_window", self.sliding_window, at_least=0)
         for name in ("max_partitions", "workgroup_budget"):
             if getattr(self, name) is not None:
@@ -109,7 +111,7 @@ class PlanSpec:
             raise ConfigError(
                 f"num_q_heads must be a multiple of num_kv_heads, got {self.num_q_heads} and {self.num_kv_heads}."
             )
-        check_int("max_context_tokens", self.max_context_tokens, at_least=1, at_most=2**31 - 1)
+        check_int("max_context_tokens", self.max_context_tokens, at_least=1, at_most=INT32_MAX)
         if self.max_context_tokens < self.query_length:
             raise ConfigError(
                 f"max_context_tokens must cover query_length, got {self.max_context_tokens} < {self.query_length}."

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+#: Letters of other scripts count as decimal digits too, and no machine has so many devices as ten digits say.
+_INDEX = re.compile("[0-9]{1,9}")
 
 VARIABLES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
@@ -76,7 +80,7 @@ def _apply(name: str, value: str, physical: tuple[str, ...] | None, notes: list[
     """The physical devices that are left of `physical` (None: all, as they are numbered), in their new order."""
     left: list[str] = []
     for entry in _entries(value):
-        if not entry.isdecimal():
+        if not _INDEX.fullmatch(entry):
             device = entry if entry.startswith(("GPU-", "MIG-")) else None
         elif physical is None:
             device = str(int(entry))

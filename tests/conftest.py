@@ -8,6 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
+from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     buffers: list[weakref.ref[object]] = []
     real_init = PlanManager.__init__
 
+    @wraps(real_init)
     def init(self: PlanManager, *args: object, **kwargs: object) -> None:
         real_init(self, *args, **kwargs)
         managers.append(weakref.ref(self))

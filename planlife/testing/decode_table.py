@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from ..configuration import check_choice
+from ..errors import ConfigError
 from ..ladder import CapacityLadder
 from ..manager import PlanManager
 from ..plan import OffPlan, StepPlan
-from ..spec import FP8_DTYPES, PlanSpec, Step
+from ..spec import DTYPE_BYTES, FP8_DTYPES, PlanSpec, Step
 from .reference import reference_decode
 
 #: By the name that a test shows: kv_layout, and whether V is stored as 4-D [pages, kv_heads, head_dim, page].
@@ -69,8 +71,10 @@ class DecodeCase:
 
     def spec(self, **changed: Any) -> PlanSpec:
         """The call site. Raises ConfigError for options that do not go together."""
+        check_choice("layout", self.layout, tuple(LAYOUTS))
+        check_choice("scales", self.scales, tuple(SCALE_FORMS))
         options: dict[str, Any] = {
-            "max_context_tokens": max(*self.lens, self.query_length) + 5,
+            "max_context_tokens": max((*self.lens, self.query_length)) + 5,
             "q_dtype": self.q_dtype,
             "kv_dtype": self.kv_dtype,
             "kv_layout": LAYOUTS[self.layout][0],
@@ -186,9 +190,9 @@ def row_errors(output: torch.Tensor, expected: torch.Tensor, query_length: int =
 
     output: [R * query_length, ...], expected: the same or fewer rows; the rows behind it must be zeros.
     """
-    rows = output.shape[0] // query_length
-    found = output.to("cpu", torch.float64).reshape(rows, -1)
-    wanted = expected.reshape(expected.shape[0] // query_length, -1)
+    rows, width = output.shape[0] // query_length, query_length * math.prod(output.shape[1:])
+    found = output.to("cpu", torch.float64).reshape(rows, width)
+    wanted = expected.reshape(expected.shape[0] // query_length, width)  # no -1: there may be no rows
     if wanted.shape[0] < rows:
         wanted = torch.cat([wanted, wanted.new_zeros(rows - wanted.shape[0], wanted.shape[1])])
     difference, norm = (found - wanted).norm(dim=1), wanted.norm(dim=1)
@@ -237,6 +241,14 @@ class DecodeInputs:
         device: str = "cpu",
         seed: int = 0,
     ) -> None:
+        check_choice("layout", layout, tuple(LAYOUTS))
+        check_choice("scales", scales, tuple(SCALE_FORMS))
+        pack = 16 // DTYPE_BYTES[spec.kv_dtype]
+        if spec.kv_layout == "packed" and (spec.page_size % pack or spec.head_dim % pack):
+            raise ConfigError(
+                f"a packed {spec.kv_dtype} cache has page_size and head_dim in multiples of {pack}, got "
+                f"{spec.page_size} and {spec.head_dim}; pass such, or another layout."
+            )
         self.spec = spec
         self.device = device
         self.num_rows, self.class_rows = len(lens), len(lens) + _PADDED_ROWS

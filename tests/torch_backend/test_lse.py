@@ -71,7 +71,7 @@ def test_rows_that_have_no_block_table_are_minus_infinity():
 
 
 def test_the_fallback_writes_lse_behind_the_lengths_too(monkeypatch):
-    monkeypatch.setattr("planlife.backends.torch_backend._FALLBACK_ROWS", 2)
+    monkeypatch.setattr("planlife.backends.dense_fallback._CHUNK_ROWS", 2)
     call = plain((300, 17, 5, 40), query_length=2)
     lse, wanted = call.poisoned_lse(), call.poisoned_lse()
     call.reference(lse=wanted)

@@ -220,6 +220,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("output", torch.zeros(ROWS, HEADS, DIM).double(), r"output is float64\[.*wanted .* of bfloat16, float16, float32"),
     ("output", None, r"output must be a tensor, got None"),
     ("lse", [1.0], r"lse must be a tensor, got \[1.0\]"),
+    ("lse", torch.zeros(ROWS, HEADS).numpy(), r"lse must be a tensor, got array\("),
+    ("other_output", torch.zeros(ROWS, HEADS, DIM).numpy(), r"other_output must be a tensor, got array\("),
     ("other_lse", None, r"other_lse must be a tensor, got None"),
     ("lse", torch.zeros(HEADS, ROWS), rf"lse is float32\[{HEADS}, {ROWS}\] on cpu, but output wants {LSE}"),
     ("lse", torch.zeros(ROWS, HEADS).half(), rf"lse is float16\[.*, but output wants {LSE}"),
@@ -230,6 +232,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("other_output", torch.zeros(ROWS, HEADS, DIM, device="meta"), rf"other_output .* on meta, but output is {OUTPUT}"),
     ("out", torch.zeros(ROWS + 1, HEADS, DIM), rf"out is float32\[7, .*, but output is {OUTPUT}"),
     ("out", torch.zeros(ROWS, HEADS, DIM).bfloat16(), rf"out is bfloat16\[.*, but output is {OUTPUT}"),
+    ("out", torch.zeros(1, HEADS, DIM).expand(ROWS, HEADS, DIM), r"out has strides \[0, \d+, 1\], which put several"),
+    ("out_lse", torch.zeros(1, HEADS).expand(ROWS, HEADS), r"out_lse has strides \[0, 1\], which put several"),
     ("out_lse", torch.zeros(ROWS, HEADS).double(), rf"out_lse is float64\[.*, but output wants {LSE}"),
     ("out_lse", torch.zeros(1, HEADS), rf"out_lse is float32\[1, {HEADS}\] on cpu, but output wants {LSE}"),
 ]

@@ -98,6 +98,10 @@ WRONG = {
     "output of another dtype": ({"output": FakeTensor((5, 8, 64), "float32")}, "output's dtype is float32"),
     "output of another shape": ({"output": bf16(6, 8, 64)}, r"output's shape is \[6, 8, 64\].*\[5, 8, 64\]"),
     "output with a strided last axis": ({"output": bf16(5, 8, 64, strides=(1024, 128, 2))}, "output's last stride"),
+    "output with one row for all": (
+        {"output": bf16(5, 8, 64, strides=(0, 64, 1))},
+        r"output's strides is \[0, 64, 1\], wanted memory of its own for each number",
+    ),
     "cache with another page": ({"key_cache": bf16(10, 32, 2, 64)}, r"key_cache's shape.*32.*\[pages, 16, 2, 64\]"),
     "cache with another head size": ({"key_cache": bf16(10, 16, 2, 32)}, "key_cache's shape.*head_dim 64"),
     "cache with other heads": ({"value_cache": bf16(10, 16, 4, 64)}, "value_cache's shape.*num_kv_heads 2"),
@@ -163,6 +167,7 @@ def test_a_wrong_call_names_what_was_found_and_wanted(name, warm):
 RIGHT = {
     "as many rows as the class": {"query": bf16(8, 8, 64), "output": bf16(8, 8, 64)},
     "strided heads": {"query": bf16(5, 8, 64, strides=(64, 320, 1)), "output": bf16(5, 8, 64, strides=(1024, 128, 1))},
+    "one query for all rows": {"query": bf16(5, 8, 64, strides=(0, 64, 1))},
     "caches as halves of one row": {
         name: bf16(10, 16, 2, 64, strides=(4096, 256, 128, 1)) for name in ("key_cache", "value_cache")
     },
@@ -189,6 +194,28 @@ def test_numpy_scales_are_numbers():
         check(checker, good_call(softmax_scale=numpy.float64("nan")))
     with pytest.raises(ConfigError, match="softmax_scale"):
         check(checker, good_call(softmax_scale=numpy.bool_(True)))
+
+
+@pytest.mark.parametrize("name", ["key_scale", "value_scale"])
+def test_a_numpy_number_is_a_scale_of_the_whole_cache_and_a_numpy_array_is_none(name):
+    """Both have a dtype, a shape and a device, as a tensor has."""
+    numpy = pytest.importorskip("numpy")
+    checker = checker_of(make_spec(scales="per_tensor", **FP8))
+    scales = {"key_scale": 0.5, "value_scale": 0.5}
+    for number in (numpy.float32(0.5), numpy.float64(0.5), numpy.int64(2)):
+        check(checker, good_call(**PACKED, **{**scales, name: number}))
+    for wrong in (numpy.float32("nan"), numpy.float64(-1), numpy.bool_(True), numpy.ones(1, numpy.float32)):
+        with pytest.raises(ConfigError, match=rf"{name} is .*wanted (finite|a number on the host)"):
+            check(checker, good_call(**PACKED, **{**scales, name: wrong}))
+
+
+@pytest.mark.parametrize("name", ["query", "output", "key_cache", "value_cache", "block_tables", "sinks", "lse"])
+def test_a_numpy_array_is_not_taken_for_a_tensor(name):
+    numpy = pytest.importorskip("numpy")
+    checker, right = checker_of(), {**good_call(), **RIGHT["sinks"], **RIGHT["lse"]}
+    check(checker, right)
+    with pytest.raises(ConfigError, match=rf"(?s){name}.* is array\(.*\(ndarray\), wanted"):
+        check(checker, {**right, name: numpy.zeros(right[name].shape, numpy.float32)})
 
 
 def test_true_is_not_taken_for_a_scale_of_one_that_passed():

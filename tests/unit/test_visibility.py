@@ -21,6 +21,16 @@ def test_both_variables_cut_twice_and_the_numbers_are_told():
     assert (alone.physical, alone.wrong) == (("0", "1", "4", "5"), ())
 
 
+@pytest.mark.parametrize(
+    "entry", ["9" * 5000, "\u0663", "\udcff", ""], ids=["5000 digits", "another script", "a byte", ""]
+)
+@pytest.mark.parametrize("name", [ROCR, HIP, CUDA])
+def test_what_no_driver_reads_as_an_index_ends_the_list(entry, name):
+    found = read_visibility({name: f"1,{entry},0"}, "cuda" if name == CUDA else "rocm")
+    assert found.physical == ("1",)
+    assert "names 3 devices and leaves 1" in found.wrong[0]
+
+
 def test_hip_indexes_what_rocr_left_in_its_order():
     found = read_visibility({ROCR: "6,2,7", HIP: "2,0"}, "rocm")
     assert (found.physical, found.wrong) == (("7", "6"), ())
