@@ -258,7 +258,7 @@ class _Examination:
             "torch": self._ask("the version of torch", None, _torch_software, torch) or self._installed("torch"),
             "aiter": self._ask("looking for aiter", Software("aiter", None), self._aiter, kind),
         }
-        for name in ("triton", "flydsl"):
+        for name in ("triton", "flydsl", "cachetools"):
             found[name] = self._installed(name)
         if kind != "rocm" and found["flydsl"].version is None:
             found["flydsl"] = replace(found["flydsl"], note="for AMD GPUs only")

@@ -72,7 +72,7 @@ class Residency:
                 f"graph{'s' * (self.num_pinning_graphs != 1)}. Release a graph or raise budget_bytes.",
             )
         is_new = plan.state is State.ABSENT
-        order = self.store.oldest_through(victims[-1]) if victims else []
+        order = list(self.store)
         tombstone = self.tombstone(f"evicted to make room for {plan} ({for_whom})")
         for victim in victims:
             self.store.evict(victim, tombstone)
@@ -171,7 +171,7 @@ class Residency:
                 self._count_eviction(victim, "out of memory")
             else:
                 self.store.place(victim, buffer, content, stream)
-        self.store.make_oldest(order)
+        self.store.reorder(order)
 
     def _compile(self, plan: Plan, *, in_phase: bool) -> None:
         """Once per class of a site, for all ubatches and all sites that use its plans: code is shared, buffers are

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from math import inf
 from typing import Any
+
+from cachetools import LRUCache
 
 from .item import Item, ItemKey, State
 from .ledger import Ledger
@@ -32,13 +34,13 @@ class Store:
     def __init__(self, ledger: Ledger, free: Callable[[Any, int], None]) -> None:
         self._ledger = ledger
         self._free = free
-        #: Least recently used first. The byte rule is the ledger's: pinned items count there and are not here.
-        self._evictable: OrderedDict[ItemKey, Item] = OrderedDict()
+        # Keeps the order only; the byte rule is the ledger's, since pinned items count there and not here.
+        self._evictable: LRUCache[ItemKey, Item] = LRUCache(maxsize=inf)
         self._pinned: dict[ItemKey, Item] = {}
         self.tombstones: dict[ItemKey, Tombstone] = {}
 
     def __iter__(self) -> Iterator[Item]:
-        yield from self._evictable.values()
+        yield from self._by_age()
         yield from self._pinned.values()
 
     @property
@@ -47,8 +49,7 @@ class Store:
 
     def touch(self, item: Item) -> None:
         """`item` was just used."""
-        if item.key in self._evictable:
-            self._evictable.move_to_end(item.key)
+        self._evictable.get(item.key)
 
     def choose_victims(self, need_bytes: int, keep: Collection[Item] = ()) -> list[Item] | None:
         """The oldest items whose eviction makes room for `need_bytes`; None if pins (and `keep`) leave none.
@@ -59,7 +60,7 @@ class Store:
         if missing_bytes <= 0:
             return []
         victims = []
-        for item in self._evictable.values():
+        for item in self._by_age():
             if item in keep:
                 continue
             victims.append(item)
@@ -76,20 +77,11 @@ class Store:
         self._evictable[item.key] = item
         self.tombstones.pop(item.key, None)
 
-    def oldest_through(self, item: Item) -> list[Item]:
-        """The items that no graph pins, oldest first, from the oldest to `item`, which is one of them."""
-        items = []
-        for older in self._evictable.values():
-            items.append(older)
-            if older is item:
-                break
-        return items
-
-    def make_oldest(self, items: list[Item]) -> None:
-        """Make `items` the oldest again, in this order, as far as they are here."""
-        for item in reversed(items):
+    def reorder(self, items: list[Item]) -> None:
+        """Make `items` the order of use again, oldest first, as far as they are here; others stay older."""
+        for item in items:
             if item.key in self._evictable:
-                self._evictable.move_to_end(item.key, last=False)
+                self._evictable[item.key] = self._evictable.pop(item.key)
 
     def evict(self, item: Item, tombstone: Tombstone) -> None:
         """Free the buffer of a resident item that no graph pins."""
@@ -112,3 +104,12 @@ class Store:
         if item.num_pins == 0:
             item.move(State.RESIDENT)
             self._evictable[item.key] = self._pinned.pop(item.key)
+
+    def _by_age(self) -> list[Item]:
+        """Oldest first. cachetools shows its order only by giving items up, so they are put back in that order."""
+        items = []
+        while self._evictable:
+            items.append(self._evictable.popitem()[1])
+        for item in items:
+            self._evictable[item.key] = item
+        return items
