@@ -289,7 +289,7 @@ class CudaDevice(TorchDevice):
         # Never launched, it is destroyed by now; the driver tells so in a moment.
         deadline = time.monotonic() + _FAILED_CAPTURE_WAIT_S
         watches = [watch for watch in list(_watches.values()) if watch.capture_id == capture_id]
-        while time.monotonic() < deadline and not all(watch.word and watch.queue for watch in watches):
+        while time.monotonic() < deadline and not all(map(_is_told, watches)):
             time.sleep(0)
 
     def capture_of(self, graph: torch.cuda.CUDAGraph) -> int | None:
@@ -344,6 +344,11 @@ class CudaDevice(TorchDevice):
                 reader.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 reader.event.record(torch.cuda.current_stream(self._index))
         return words
+
+
+def _is_told(watch: _Watch) -> bool:
+    """The driver has posted both words of a watch; another thread may have taken either by now."""
+    return (watch.is_gone or bool(watch.word)) and (bool(watch.queue) or watch not in watch.queue.watches)
 
 
 def _post(*words: Word) -> None:

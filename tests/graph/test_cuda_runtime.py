@@ -176,7 +176,21 @@ def test_each_version_of_the_library_is_called_with_its_own_arguments(version: s
     assert runtime.capture_of(STREAM) is None
     library.streams[STREAM] = (ACTIVE, 41, 0xABC)
     assert runtime.capture_of(STREAM) == Capture(41, 0xABC)
-    assert runtime.is_capturing(STREAM) and not runtime.is_capturing(0)
+    assert runtime.is_capturing(STREAM) and not runtime.is_capturing(STREAM + 1)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_default_stream_never_records_and_is_not_asked(version: str) -> None:
+    """HIP, and CUDA with a blocking stream, answer with an error while another stream records."""
+    names, info = VERSIONS[version]
+    library = FakeLibrary(names, info)
+    library.streams[STREAM] = (ACTIVE, 41, 0xABC)
+
+    def is_capturing(stream: int, status: Any) -> int:
+        return 0 if stream else FAILURE
+
+    library._symbols[names.is_capturing].body = is_capturing
+    assert not Runtime(library, names).is_capturing(0)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -355,6 +369,35 @@ def test_watching_needs_a_capture(make_device: Callable[..., CudaDevice]) -> Non
     device = make_device()
     with pytest.raises(RuntimeError, match="needs a capture"):
         device.watch_capture(device.release_queue(), None)
+
+
+def test_a_failed_capture_waits_no_longer_when_another_thread_was_told_of_it_first(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever drains the queue meanwhile takes the posts that the failed capture waits for."""
+    device = recorder.device
+    queue = device.release_queue()
+    told: list[int] = []
+    slept: list[float] = []
+
+    asked: list[float] = []
+
+    def monotonic() -> float:
+        asked.append(0.0)
+        if len(asked) == 2:  # the failed capture has looked up its watches, and has not asked them yet
+            told.append(queue.popleft())
+        return 0.0
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        assert not slept[10:], "it waits for what will never come"
+
+    monkeypatch.setattr(cuda_device, "time", SimpleNamespace(monotonic=monotonic, sleep=sleep))
+    with pytest.raises(BodyError), device.record(recorder.graph):  # type: ignore[arg-type]
+        device.watch_capture(queue, None)
+        raise BodyError
+    assert told == [41]
+    assert not slept
 
 
 class FakeGraph:

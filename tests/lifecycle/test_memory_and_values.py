@@ -329,3 +329,28 @@ def test_lengths_above_the_bound_are_clamped_and_read_nothing_behind_it(sanitize
     world.set_lens([250, 249, 1, 0])
     world.assert_right(world.eager(world.step(4))[:4], world.expected(world.query[:4], world.lens[:4]))
     assert world.counters()["lengths_clamped"] == (2 if sanitize == "count" else 0)
+
+
+class NoCompilerAboveTwoRows(TorchBackend):
+    def compile(self, spec: PlanSpec, plan_rows: int, device: CpuDevice) -> int:
+        if plan_rows > 2:
+            raise RuntimeError("no compiler")
+        return super().compile(spec, plan_rows, device)
+
+
+def test_a_failed_mint_lets_go_of_its_buffers_before_its_victims_come_back() -> None:
+    """There may be memory for one of both only."""
+    device = MeasuringDevice()
+    spec = small_spec(max_partitions=1)
+    ladder = CapacityLadder([2, 4])
+    options: dict[str, Any] = {"ladder": ladder, "device": device, "backend": NoCompilerAboveTwoRows()}
+    budget_bytes = PlanManager(spec, **options).min_budget_bytes()
+    manager = PlanManager(spec, budget_bytes=budget_bytes, on_miss="mint", **options)
+    with manager.capture_phase():
+        manager.warm(2)
+    resident_bytes = device.live_bytes
+    with pytest.raises(RuntimeError, match="no compiler"):
+        manager.plan_for(Step(torch.ones(4, dtype=torch.int32)))
+    assert [(line.class_rows, line.state) for line in manager.report().plans] == [(2, "resident")]
+    assert device.live_bytes == manager.report().resident_bytes == resident_bytes
+    assert device.high_water_bytes <= budget_bytes
