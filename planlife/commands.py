@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,9 +19,10 @@ from .options import byte_count, progress_bar
 from .spec import INT32_MAX
 
 if TYPE_CHECKING:
+    from .bench_device import Cost
     from .doctor import Diagnosis
 
-_PRECISION_COLUMNS = 120
+_WIDE_COLUMNS = 120
 _COUNT = click.IntRange(min=1, max=INT32_MAX)
 
 
@@ -35,7 +36,7 @@ def _in_options(message: str) -> str:
         *((name, "--" + name.replace("_", "-")) for name in sim_commands.RENAMED_OPTIONS),
     ):
         message = re.sub(rf"\b{name}\b", option, message)  # not within another name, as in min_budget_bytes
-    return re.sub(r"\b(kv|scales)(?==|\b out)", r"--\1", message)
+    return re.sub(r"\b(kv|scales|backend|device)(?==|\b out)", r"--\1", message)
 
 
 class _Commands(click.Group):
@@ -66,6 +67,20 @@ def planlife() -> None:
 
 
 @planlife.command()
+@click.option(
+    "--backend",
+    type=click.Choice(["auto", "torch", "triton"]),
+    default="auto",
+    show_default=True,
+    help="Who plans and decodes; auto is torch on a CPU and triton on a GPU.",
+)
+@click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    metavar="NAME",
+    help="cpu, with emulated graphs, or cuda or cuda:N, with real ones.",
+)
 @click.option(
     "--style",
     type=click.Choice(["before-replay", "in-graph"]),
@@ -159,6 +174,12 @@ def demo(ctx: click.Context, /, **options: Any) -> None:
     from .demo import DemoConfig, run_demo
 
     config = DemoConfig(**{name: value for name, value in options.items() if value is not None})
+    if config.backend == "triton" and config.device == "cpu":
+        click.echo(
+            "planlife: on a CPU, Triton's kernels run in its interpreter, if at all: half a minute to start, then a "
+            "second or more per step. Take a few --steps, --device cuda where there is a GPU, or --backend torch.",
+            err=True,
+        )
     console = Console(markup=False, highlight=False)
     with progress_bar(console) as bar:
         task = bar.add_task("starting", total=None)
@@ -403,6 +424,70 @@ def host(num_batches: int, calls_per_batch: int) -> None:
     )
 
 
+@bench.command("device")
+@click.option("--backend", default="auto", show_default=True, help="auto, torch, triton or aiter.")
+@click.option("--device", default="cuda", show_default=True, help="The GPU: cuda or cuda:N.")
+@_json_option
+def bench_device(backend: str, device: str, as_json: bool) -> None:
+    """What plan_for, pa_decode, refreshes, decodes and the sanitizer cost on a GPU.
+
+    Every figure stands beside a limit or a peer that was measured in the same run: compare the ratios. GPUs that others
+    use meanwhile give other times.
+    """
+    from .bench_device import measure_device
+
+    terminal = Console(stderr=True)
+    with terminal.status("starting") as status:
+        report = measure_device(backend=backend, device=device, progress=status.update)
+    if as_json:
+        click.echo(json.dumps(report.to_dict(), indent=2))
+        return
+    console = Console(markup=False, highlight=False, width=max(terminal.width, _WIDE_COLUMNS))
+    console.print(f"{report.backend} on {report.device}, {report.gpu}, L2 {_human(report.l2_bytes)}")
+    for title, costs in (
+        ("host, eager", report.host),
+        ("device, in a graph", report.refreshes),
+        ("sanitizer", report.sanitizer),
+    ):
+        _print_costs(console, title, costs)
+    table = Table(title="decodes in a graph, KV from memory", title_justify="left", box=MARKDOWN)
+    table.add_column("shape")
+    for heading in ("workgroups", "KV bytes", "KV sets", "median us", "min us", "max us", "TB/s", "of roof"):
+        table.add_column(heading, justify="right")
+    for rate in report.decodes:
+        table.add_row(
+            *(rate.shape, f"{rate.workgroup_budget:,}", f"{rate.kv_bytes:,}", str(rate.num_sets)),
+            *(f"{us:.2f}" for us in (rate.median_us, min(rate.samples_us), max(rate.samples_us))),
+            f"{rate.bytes_per_second / 1e12:.2f}",
+            f"{rate.bytes_per_second / report.roof_bytes_per_second:.2f}",
+        )
+    console.print(table)
+    roofs = ", ".join(f"{name} {rate / 1e12:.2f}" for name, rate in report.roofs.items())
+    console.print(f"Roof: the best of what was measured here, in TB/s: {roofs}. A better reader may be above it.")
+    if report.left_out:
+        console.print(f"Left out: {report.left_out}.")
+
+
+def _print_costs(console: Console, title: str, costs: Sequence[Cost]) -> None:
+    table = Table(title=title, title_justify="left", box=MARKDOWN)
+    table.add_column("call")
+    for heading in ("median us", "min us", "max us"):
+        table.add_column(heading, justify="right")
+    table.add_column("beside")
+    for heading in ("its us", "ratio"):
+        table.add_column(heading, justify="right")
+    for cost in costs:
+        table.add_row(
+            cost.call,
+            *(f"{us:.2f}" for us in (cost.median_us, min(cost.samples_us), max(cost.samples_us))),
+            *(cost.peer, f"{cost.peer_us:.2f}", f"{cost.ratio:.2f}"),
+        )
+    console.print(table)
+    for included in dict.fromkeys(cost.included for cost in costs):
+        calls = "; ".join(cost.call for cost in costs if cost.included == included)
+        console.print(f"{calls}: {included}.")
+
+
 @bench.command()
 @click.option("--backend", default="auto", show_default=True, help="auto, torch, triton or aiter.")
 @click.option("--device", default="cpu", show_default=True, help="As torch writes it, such as cuda:0.")
@@ -418,7 +503,7 @@ def precision(ctx: click.Context, backend: str, device: str, with_splits: bool, 
 
     terminal = Console(stderr=True)
     # A figure that is cut off for want of columns says nothing.
-    console = Console(markup=False, highlight=False, width=max(terminal.width, _PRECISION_COLUMNS))
+    console = Console(markup=False, highlight=False, width=max(terminal.width, _WIDE_COLUMNS))
     with progress_bar(terminal) as bar:
         task = bar.add_task("starting", total=None)
         report = measure_precision(
@@ -454,6 +539,8 @@ def precision(ctx: click.Context, backend: str, device: str, with_splits: bool, 
             )
         console.print(table)
     console.print(f"{report.backend} on {report.device}; {len(report.refused)} cases refused.")
+    for reason, cases in report.refused_by_reason().items():
+        console.print(f"refused {len(cases)}: {reason}\n  such as {cases[0]}")
     if not report.ok:
         console.print("NOT OK: a row is off by more than 1e-2, or nothing could be measured.")
         ctx.exit(1)

@@ -142,7 +142,7 @@ def absence_reasons(name: str) -> Sequence[str]:
         return ()
     if name == "triton":
         return _triton_absence()
-    return (f"backend={name!r} is not part of this release; pass backend='torch' (or 'auto') and device='cpu'",)
+    return (f"backend={name!r} is not part of this release; pass 'triton', 'torch' or 'auto'",)
 
 
 def _triton_absence() -> Sequence[str]:

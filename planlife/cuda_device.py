@@ -167,6 +167,10 @@ class CudaDevice(TorchDevice):
                 torch.cuda.current_stream(self._index).wait_event(event)
                 del event  # destroyed inside the guard
 
+    def relaxed(self) -> AbstractContextManager[None]:
+        """What this thread does in the body kills no capture, whatever its mode."""
+        return self._runtime.relaxed()
+
     def capture_id(self) -> int:
         """Id of the capture that this thread's current stream is in, 0 when it records none.
 

@@ -73,6 +73,10 @@ class Device(Protocol):
         """
         ...
 
+    def relaxed(self) -> AbstractContextManager[None]:
+        """What this thread does in the body, loading code and allocating too, kills no capture of another thread."""
+        ...
+
     def dtype(self, name: str) -> object:
         """The tensor library's dtype object for a name of spec.DTYPE_BYTES, or for "int32"."""
         ...

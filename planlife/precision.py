@@ -86,6 +86,13 @@ class PrecisionReport:
         errors = [figure.worst_error for figure in self.figures] + [split.worst_error for split in self.splits]
         return bool(errors) and max(errors) <= WRONG
 
+    def refused_by_reason(self) -> dict[str, list[str]]:
+        """The cases of each reason."""
+        cases: dict[str, list[str]] = {}
+        for case, reason in self.refused:
+            cases.setdefault(reason, []).append(case)
+        return cases
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with `ok`."""
         return {**asdict(self), "ok": self.ok}
@@ -118,8 +125,9 @@ def measure_precision(
 def _measure(
     backend: Any, device: str, cases: Sequence[DecodeCase], with_splits: bool, progress: Progress | None
 ) -> PrecisionReport:
-    num_units = resolve_device(device).num_compute_units
-    backend = resolve_backend(backend)
+    here = resolve_device(device)
+    num_units = here.num_compute_units
+    backend = resolve_backend(backend, {"default": DecodeCase().spec()}, here)
     caps = sorted({min(cap, num_units) for cap in _CAPS})
     split_runs = [(case, cap) for case in _SPLIT_CASES for cap in caps] if with_splits else []
     total, done = len(cases) + len(split_runs), 0

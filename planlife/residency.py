@@ -181,11 +181,12 @@ class Residency:
         key = (plan.site, plan.class_rows)
         if key in self._compiled:
             return
-        num_compiles = sum(
-            self._backend.compile(spec, rows, self._device)
-            for spec in plan.specs
-            for rows in sorted(set(self._sizing.segment_rows(plan.class_rows)))
-        )
+        with self._device.relaxed():  # another thread may record: in a re-opened phase, or with on_miss="mint"
+            num_compiles = sum(
+                self._backend.compile(spec, rows, self._device)
+                for spec in plan.specs
+                for rows in sorted(set(self._sizing.segment_rows(plan.class_rows)))
+            )
         self._compiled.add(key)
         self._counters.compiles += num_compiles
         if not in_phase:

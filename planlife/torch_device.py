@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -110,6 +110,10 @@ class CpuDevice(TorchDevice):
 
     def order_after(self, stream: int) -> None:
         """Nothing to do."""
+
+    def relaxed(self) -> AbstractContextManager[None]:
+        """Nothing to do: an emulated capture knows its own thread only."""
+        return nullcontext()
 
     def capture_id(self) -> int:
         """Id of the capture that this thread records, 0 when it records none."""

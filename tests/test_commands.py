@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
 from importlib import metadata
-from pathlib import Path
 
 import click
 import pytest
@@ -21,7 +19,7 @@ from planlife.commands import planlife as command
 from planlife.errors import BudgetError, ConfigError
 from planlife.sites import DEFAULT_SITES, read_sites
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from .child_process import REPOSITORY, child_environment, run_python
 
 
 class Result:
@@ -86,6 +84,7 @@ def test_options_reach_the_demo_and_the_rest_keeps_its_defaults(run_with):
         *("demo", "--style", "in-graph", "--trace", "requests.csv", "--steps", "7"),
         *("--seed", "3", "--layers", "4", "--budget", "3MiB"),
         *("--kv", "fp8", "--scales", "per_token", "--layout", "packed", "--mtp", "5", "--window", "1024"),
+        *("--backend", "triton", "--device", "cuda:1"),
     )
     assert result.exit_code == 0
     assert config == planlife.demo.DemoConfig(
@@ -100,7 +99,24 @@ def test_options_reach_the_demo_and_the_rest_keeps_its_defaults(run_with):
         mtp=5,
         window=1024,
         budget_bytes=3 << 20,
+        backend="triton",
+        device="cuda:1",
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_told"),
+    [
+        (("--backend", "triton"), True),
+        (("--backend", "triton", "--device", "cuda"), False),
+        (("--backend", "torch"), False),
+        ((), False),
+    ],
+)
+def test_triton_on_a_cpu_is_told_to_be_slow_with_the_ways_out(run_with, arguments, is_told):
+    result, _ = run_with("demo", *arguments)
+    assert ("interpreter" in result.stderr) is is_told
+    assert ("--device cuda" in result.stderr and "--backend torch" in result.stderr) is is_told
 
 
 def test_scales_for_a_cache_that_has_none_are_refused_by_option_value_and_way_out(run_with):
@@ -154,6 +170,7 @@ def test_a_bug_keeps_its_traceback(run_with):
     [
         *(("--steps", "0"), ("--layers", "-1"), ("--budget", "0"), ("--style", "x"), ("--seed", "y")),
         *(("--kv", "int4"), ("--scales", "none"), ("--layout", "x"), ("--mtp", "0"), ("--mtp", "8"), ("--window", "0")),
+        ("--backend", "aiter"),
     ],
 )
 def test_bad_options_exit_with_2_before_anything_runs(run_with, arguments):
@@ -172,7 +189,7 @@ def test_a_missing_trace_exits_with_2_and_names_the_file(tmp_path):
 @pytest.mark.parametrize("missing", ["click", "rich"])
 def test_without_the_extra_the_command_says_what_to_install(missing):
     code = f"import sys; sys.modules[{missing!r}] = None\nfrom planlife.cli import main; main()"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY)
+    run = run_python("-c", code)
     assert run.returncode == 2
     assert run.stderr == f"planlife: the command line needs {missing}: pip install 'planlife[cli]'\n"
 
@@ -181,7 +198,7 @@ def test_without_the_extra_the_command_says_what_to_install(missing):
 def test_without_torch_a_command_that_needs_it_says_so_in_one_line(arguments):
     code = f"import sys; sys.modules['torch'] = None; sys.argv = {['planlife', *arguments]!r}\n"
     code += "from planlife.cli import main; main()"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY)
+    run = run_python("-c", code)
     assert run.returncode == 1
     assert run.stderr == "planlife: this command needs torch: install one that is built for this machine\n"
 
@@ -197,7 +214,7 @@ def test_the_version_is_known_where_planlife_is_only_on_the_path(monkeypatch):
 
 @pytest.mark.parametrize("module", ["planlife", "planlife.cli"])
 def test_the_entry_point_runs_where_the_extra_is_installed(module):
-    run = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, cwd=REPOSITORY)
+    run = run_python("-m", module, "--help")
     assert run.returncode == 0
     assert "demo" in run.stdout
 
@@ -292,11 +309,7 @@ def test_letters_that_the_terminal_does_not_have_are_escaped(name, encoding, sho
     path = tmp_path / "sites.json"
     path.write_text(json.dumps({"П✓ \ud800": {**SITE, "ladder": [1]}}))
     arguments = [sys.executable, "-m", "planlife", name, "--sites", str(path)]
-    variables = {
-        **os.environ,
-        "PYTHONIOENCODING": encoding,
-        "CUDA_VISIBLE_DEVICES": "\udcff",
-    }  # a byte that is no UTF-8
+    variables = child_environment(PYTHONIOENCODING=encoding, CUDA_VISIBLE_DEVICES="\udcff")  # a byte that is no UTF-8
     run = subprocess.run(arguments, capture_output=True, cwd=REPOSITORY, env=variables)
     assert run.returncode == 0, run.stderr
     assert rf"{shown} \ud800" in run.stdout.decode()

@@ -182,11 +182,11 @@ def test_an_mi300x_is_told_by_arch_units_memory_driver_and_node() -> None:
     assert found.wrong == ()
 
 
-def test_an_h200_that_this_release_does_not_serve_is_seen_and_refused_with_all_reasons() -> None:
+def test_an_h200_whose_device_is_refused_is_seen_and_refused_with_all_reasons() -> None:
     """C65: the absence of a backend and the refusal of the device are told together."""
 
     def refuse(wish: Any) -> Any:
-        raise BackendUnavailableError('this release serves CPU only. Pass device="cpu".')
+        raise BackendUnavailableError("libcudart.so cannot be loaded. Put it on the loader's path.")
 
     driver = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build\n"
     seen = machine(Torch(h200(), cuda="12.8"), files={"/proc/driver/nvidia/version": driver, **numa()})
@@ -195,12 +195,13 @@ def test_an_h200_that_this_release_does_not_serve_is_seen_and_refused_with_all_r
     assert (gpu.name, gpu.arch, gpu.num_compute_units, gpu.physical) == ("NVIDIA H200", "sm_90", 132, None)
     assert found.driver == "NVIDIA 570.124.06"
     assert (found.device, found.backend) == (None, None)
-    assert found.refused == ('this release serves CPU only. Pass device="cpu".',)
+    assert found.refused == ("libcudart.so cannot be loaded. Put it on the loader's path.",)
     absent, refused = verdicts(found)["aiter"]
-    assert "not part of this release" in absent and "serves CPU only" in refused
+    assert "not part of this release" in absent and "cannot be loaded" in refused
+    assert "device" not in absent  # the way out of a missing backend is another one, on the GPU too
     (answer,) = found.sites
     assert [len(fallback.reasons) for fallback in answer.fallbacks] == [1, 1]
-    assert verdicts(found)["torch"] == ('this release serves CPU only. Pass device="cpu"',)
+    assert verdicts(found)["torch"] == ("libcudart.so cannot be loaded. Put it on the loader's path",)
     assert examine(seen, device="cpu").refused == ()  # positive control: the way out
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from .child_process import REPOSITORY, run_python
 
 #: Low to high: a module imports from its own layer and from those before it. "kernels" is the whole folder.
 LAYERS = (
@@ -21,7 +19,7 @@ LAYERS = (
     ("slot", "graph_book", "configuration", "merge", "hint"),
     ("manager",),
     ("emulated_graph", "torch_device", "kernels", "backends", "cuda_runtime", "cuda_device", "trace_file"),
-    ("trace", "testing", "demo", "bench", "sites", "estimate", "visibility", "doctor", "precision"),
+    ("trace", "testing", "demo", "bench", "bench_device", "sites", "estimate", "visibility", "doctor", "precision"),
     ("step_log", "recorder", "sim"),
     ("options", "sim_commands", "commands", "cli", "__main__"),
 )
@@ -137,5 +135,5 @@ def test_importing_planlife_leaves_torch_and_the_command_lines_libraries_out():
         "import torch\n"
         f"print(sorted({{'torch'}} & sys.modules.keys()))\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY)
+    run = run_python("-c", code)
     assert run.stdout.splitlines() == ["[]", "['torch']"], run.stderr

@@ -158,6 +158,36 @@ def test_cases_that_a_backend_refuses_are_told_with_its_reason() -> None:
     assert not dataclasses.replace(report, figures=()).ok
 
 
+def test_the_command_prints_each_reason_with_how_many_cases_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    hnd = [DecodeCase(layout="hnd", lens=(length,)) for length in (3, 5)]
+    few(monkeypatch, (DecodeCase(), *hnd, DecodeCase(sliding_window=9)))
+    reasons = {"hnd": "no hnd here; use nhd", "nhd": "no windows here; leave them out"}
+
+    def refuse_some(self: Any, spec: Any, device: Any) -> Sequence[str]:
+        return [reasons[spec.kv_layout]] if spec.kv_layout == "hnd" or spec.sliding_window else []
+
+    monkeypatch.setattr(TorchBackend, "refuse_spec", refuse_some)
+    shown = CliRunner().invoke(command, ["bench", "precision", "--no-splits"])
+    assert shown.exit_code == 0, shown.output
+    words = " ".join(shown.output.split())
+    assert "3 cases refused." in words
+    assert "refused 2: " in words and "no hnd here; use nhd" in words
+    assert "refused 1: " in words and "no windows here; leave them out" in words
+    assert f"such as {hnd[0]}" in words
+
+
+def test_auto_is_what_a_manager_on_that_device_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def resolve(backend: Any, specs: Any = None, device: Any = None) -> Any:
+        asked.append((backend, device.name))
+        return TorchBackend()
+
+    monkeypatch.setattr(precision, "resolve_backend", resolve)
+    measure_precision(cases=CASES[:1], with_splits=False)
+    assert asked == [("auto", "cpu")]
+
+
 def test_an_unknown_backend_or_device_is_bad_input() -> None:
     for arguments in (("--backend", "cutlass"), ("--device", "tpu")):
         result = CliRunner().invoke(command, ["bench", "precision", *arguments])

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
-from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from .child_process import REPOSITORY, run_python
 
 
 def code_blocks(language: str) -> list[str]:
@@ -17,9 +15,7 @@ def code_blocks(language: str) -> list[str]:
 
 def test_readmes_example_runs_as_it_stands():
     (example,) = code_blocks("python")
-    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    run = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, env=environment)
+    run = run_python("-c", example)
     assert run.returncode == 0, run.stderr
     assert "tensor(" in run.stdout
 

@@ -53,7 +53,10 @@ class Backend(Protocol):
         ...
 
     def compile(self, spec: PlanSpec, plan_rows: int, device: Any) -> int:
-        """Prepare everything that is specialised for this class; returns how many specialisations were made."""
+        """Prepare everything that is specialised for this class; returns how many specialisations were made.
+
+        Called inside `device.relaxed()`, so that it kills no capture of another thread.
+        """
         ...
 
     def make_tables(self, spec: PlanSpec, plan_rows: int, num_compute_units: int, buffer: Any) -> NativePlan:

@@ -25,8 +25,9 @@ class DenseFallback:
 
     def prepare(self, specs: Iterable[PlanSpec], device: Any) -> None:
         """Compile what calls with these specs need, so that none compiles. Capture: no. Syncs: may."""
-        for spec in specs:
-            self._backend.compile(_one_task_each(spec), _CHUNK_ROWS, device)
+        with device.relaxed():
+            for spec in specs:
+                self._backend.compile(_one_task_each(spec), _CHUNK_ROWS, device)
 
     def __call__(
         self,

@@ -9,6 +9,7 @@ from ..errors import ConfigError
 from ..spec import KV_LAYOUTS, SCALE_KINDS, check_int
 
 STYLES = ("before-replay", "in-graph")
+BACKENDS = ("auto", "torch", "triton")
 #: KV caches by the name that they go by: the dtype of the cache, and of the queries over it.
 KV_DTYPES = {"bf16": ("bfloat16", "bfloat16"), "fp16": ("float16", "float16"), "fp8": ("float8_e4m3fn", "bfloat16")}
 FP8_SCALES = tuple(kind for kind in SCALE_KINDS if kind != "none")
@@ -46,7 +47,8 @@ class DemoConfig:
     window: tokens that the layers with a sliding window see.
     budget_bytes: for plans and scratch; None = the worst case.
     memory_bytes: what plans, scratch and the KV pool share.
-    device: as torch writes it.
+    backend: "auto", "torch" or "triton"; auto is torch on a CPU, and on a GPU triton where it can serve the demo.
+    device: as torch writes it. On a CPU graphs are emulated.
 
     Raises ConfigError.
     """
@@ -63,10 +65,12 @@ class DemoConfig:
     window: int = 128
     budget_bytes: int | None = None
     memory_bytes: int = 8 << 20
+    backend: str = "auto"
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name, known in (("style", STYLES), ("kv", tuple(KV_DTYPES)), ("layout", KV_LAYOUTS)):
+        choices = {"style": STYLES, "kv": tuple(KV_DTYPES), "layout": KV_LAYOUTS, "backend": BACKENDS}
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.")
         if self.scales is not None and self.scales not in FP8_SCALES:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
 
 import torch
 
-from ..device import Graph
+from ..backends.base import Backend
+from ..configuration import resolve_backend, resolve_device
+from ..device import Device, Graph
 from ..errors import BudgetError, ConfigError, MintError
 from ..ladder import CapacityLadder
 from ..manager import PlanManager
@@ -32,6 +35,7 @@ from .kv_pool import KVPool, page_bytes
 from .model import Batch, Metadata, StepBuffers, ToyModel
 from .result import DemoResult, StepCounts
 from .scheduler import Running, Scheduler, TokenSource, arrivals_from_trace
+from .upload import upload
 
 Progress = Callable[[int, int, str], None]
 GraphKey = tuple[str, int]  #: kind of forward, rows
@@ -50,7 +54,8 @@ def run_demo(config: DemoConfig, progress: Progress | None = None) -> DemoResult
 
     progress: called with (done, total, text) as it runs.
 
-    Runs torch on one CPU thread meanwhile. Raises ConfigError, TraceError; whatever planlife refuses comes through.
+    Runs torch on one CPU thread meanwhile. Raises ConfigError, TraceError, BackendUnavailableError for a backend or
+    device that is not here; whatever planlife refuses comes through.
     Capture: no. Syncs: yes. Allocates: the KV pool and the buffers of all graphs.
     """
     num_threads = torch.get_num_threads()
@@ -67,19 +72,33 @@ def _run(config: DemoConfig, progress: Progress | None) -> DemoResult:
     started = time.perf_counter()
     arrivals, num_clipped = arrivals_from_trace(_read_requests(config), config)
 
+    specs, device = site_specs(config), resolve_device(config.device)
+    backend = _resolve_backend(config, specs, device)
+    config = replace(config, device=device.name)
     num_captures = sum(len(sizes) for sizes in CAPTURE_ROWS.values())
     total = num_captures + config.max_steps
-    with PlanManager(
-        site_specs(config),
-        ladder=CapacityLadder(LADDER_ROWS),
-        device=config.device,
-        ubatches=_UBATCHES,
-        budget_bytes=config.budget_bytes,
-        fallback="torch",
-    ) as manager:
+    with ExitStack() as stack:
+        watch = None
+        if backend.name == "triton":
+            from .compile_watch import CompileWatch  # needs Triton
+
+            watch = stack.enter_context(CompileWatch())
+        manager = stack.enter_context(
+            PlanManager(
+                specs,
+                ladder=CapacityLadder(LADDER_ROWS),
+                device=device,
+                backend=backend,
+                ubatches=_UBATCHES,
+                budget_bytes=config.budget_bytes,
+                fallback="torch",
+            )
+        )
         engine = Engine(config, manager)
         engine.capture_all(lambda done, text: report_progress(done, total, text))
         startup_seconds = time.perf_counter() - started
+        num_compiles_at_seal = watch.num_compiles if watch else 0
+        graph_kinds = {type(graph) for captured in engine.graphs.values() for graph in captured.graphs}
         scheduler = Scheduler(arrivals, engine.pool, config)
         for step in range(config.max_steps):
             if not scheduler.has_work:
@@ -94,6 +113,9 @@ def _run(config: DemoConfig, progress: Progress | None) -> DemoResult:
             config=config,
             counts=engine.counts,
             report=manager.report(),
+            graph_kind=" and ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in graph_kinds),
+            num_triton_compiles=watch.num_compiles if watch else None,
+            num_triton_compiles_after_seal=watch.num_compiles - num_compiles_at_seal if watch else None,
             num_graphs=sum(len(captured.graphs) for captured in engine.graphs.values()),
             num_graphs_refused=engine.num_graphs_refused,
             num_requests=len(arrivals),
@@ -108,6 +130,15 @@ def _run(config: DemoConfig, progress: Progress | None) -> DemoResult:
             startup_seconds=startup_seconds,
             seconds=time.perf_counter() - started,
         )
+
+
+def _resolve_backend(config: DemoConfig, specs: Mapping[str, PlanSpec], device: Device) -> Backend:
+    """The backend of that name. The demo's fallback would take what it refuses, and the run would say nothing of it."""
+    backend = resolve_backend(config.backend, specs, device)
+    reasons = dict.fromkeys(reason for spec in specs.values() for reason in backend.refuse_spec(spec, device))
+    if reasons:
+        raise ConfigError(f"backend={backend.name!r} cannot serve the demo on {device.name}: {'; '.join(reasons)}.")
+    return backend
 
 
 def _read_requests(config: DemoConfig) -> list[Request]:
@@ -177,6 +208,7 @@ class Engine:
             head_dim=HEAD_DIM,
             # FP8 numbers times their scales need more bits than the cache has.
             dtype=torch.float32 if config.kv == "fp8" else getattr(torch, config.kv_dtype),
+            device=config.device,
         )
         self.counts = StepCounts()
         self.graphs: dict[GraphKey, Captured] = {}
@@ -314,8 +346,7 @@ class Engine:
         _, new = self._tokens.draw([layer], len(positions))
         slots = torch.tensor(request.pages)[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
         parts = (new.key, new.value, new.key_scale, new.value_scale)
-        on_device = [part[0].to(self._config.device) for part in parts if part is not None]
-        self.pool.write(layer, slots.to(self._config.device), *on_device)
+        self.pool.write(layer, upload(slots, self._config.device), *(part[0] for part in parts if part is not None))
         self.check.record(layer, torch.full_like(positions, request.cache_row), positions, *new.meant(0))
 
     def _fitting(self, kind: str, rows: int) -> Captured | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from .config import HEAD_DIM, NUM_KV_HEADS, PAGE_SIZE, DemoConfig
+from .upload import upload
 
 _FP8_MAX = 448.0
 _FP8_NAN = 0x7F
@@ -52,7 +53,7 @@ class KVTokens:
             if config.kv_scales == "per_token":
                 scale = tensor.abs().amax(3).clamp_min(1e-6) / _FP8_MAX
             else:
-                scale = by_layer[list(layers)][:, None, None].expand(tensor.shape[:3])
+                scale = upload(by_layer[list(layers)], tensor.device)[:, None, None].expand(tensor.shape[:3])
             stored.append((tensor / scale[..., None]).clamp(-_FP8_MAX, _FP8_MAX).to(dtype))
             scales.append(scale)
         return cls(*stored, *scales)
@@ -129,12 +130,12 @@ class KVPool:
 
     def release(self, pages: Sequence[int]) -> None:
         """Take `pages` back and fill them with NaN."""
-        index = torch.tensor(pages, device=self.key.device)
+        index = upload(torch.tensor(pages), self.key.device)
         for cache in (self.key, self.value):
-            self._bits(cache)[:, index] = _FP8_NAN if self._is_fp8 else torch.nan
+            self._bits(cache).index_fill_(1, index, _FP8_NAN if self._is_fp8 else torch.nan)
         if self._is_per_token:
             for scale in self.scales_of(slice(None)):
-                scale[:, index] = torch.nan
+                scale.index_fill_(1, index, torch.nan)
         self._free.extend(pages)
 
     def scales_of(self, layer: int | slice) -> tuple[torch.Tensor, ...]:
@@ -152,7 +153,7 @@ class KVPool:
         key_scale: torch.Tensor | None = None,
         value_scale: torch.Tensor | None = None,
     ) -> None:
-        """Put tokens at slots int64[tokens] (page * page_size + offset).
+        """Put tokens at slots int64[tokens] (page * page_size + offset). Capture: yes. Syncs: no.
 
         key, value: kv_dtype[tokens, kv_heads, D]. key_scale, value_scale: float32[tokens, kv_heads], where they are
         per token.

@@ -12,6 +12,7 @@ from ..plan import OffPlan, StepPlan
 from ..spec import Step
 from .config import HEAD_DIM, NUM_KV_HEADS, NUM_Q_HEADS, PAGE_SIZE, DemoConfig
 from .kv_pool import KVPool, KVTokens
+from .upload import upload
 
 SOFTMAX_SCALE = HEAD_DIM**-0.5
 _GARBAGE_PAGE = 0x7F7F7F7F
@@ -25,8 +26,8 @@ class Batch:
 
     context_lens: per row, the new tokens included. pages: per row.
     cache_rows: per row, where the comparison keeps its history.
-    positions: int64[calls, rows * query_length]
-    query: q_dtype[calls, rows * query_length, q_heads, D]. new: the tokens' keys and values.
+    positions: int64[calls, rows * query_length], on the host.
+    query: q_dtype[calls, rows * query_length, q_heads, D]. new: the tokens' keys and values. Both on the device.
     """
 
     context_lens: tuple[int, ...]
@@ -46,7 +47,7 @@ class Batch:
 
     @property
     def slots(self) -> torch.Tensor:
-        """int64[calls, rows * query_length]: where the KV pool keeps `positions`."""
+        """int64[calls, rows * query_length], on the host: where the KV pool keeps `positions`."""
         pages = torch.zeros(self.num_rows, max(map(len, self.pages)), dtype=torch.int64)
         for row, owned in enumerate(self.pages):
             pages[row, : len(owned)] = torch.tensor(owned)
@@ -89,8 +90,10 @@ class StepBuffers:
 
         self.context_lens = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.active = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        self.block_tables = torch.full((num_rows, config.max_pages_per_row), -1, dtype=torch.int32, device=device)
-        self.block_tables[1::2] = _GARBAGE_PAGE
+        #: What block_tables holds: rows are extended here, and no step waits to read them back.
+        self._host_tables = torch.full((num_rows, config.max_pages_per_row), -1, dtype=torch.int32)
+        self._host_tables[1::2] = _GARBAGE_PAGE
+        self.block_tables = upload(self._host_tables.clone(), device)
         self.slots = torch.zeros(num_calls, tokens, dtype=torch.int64, device=device)
         self.query = numbers(config.q_dtype, NUM_Q_HEADS, HEAD_DIM)
         self.output = numbers(config.q_dtype, NUM_Q_HEADS, HEAD_DIM)
@@ -115,12 +118,12 @@ class StepBuffers:
         self.output.fill_(torch.nan)
         if batch is None:
             return
-        self.context_lens[:rows] = torch.tensor(batch.context_lens, dtype=torch.int32)
-        tables = self.block_tables[:rows].cpu()
+        device = self.query.device
+        self.context_lens[:rows] = upload(torch.tensor(batch.context_lens, dtype=torch.int32), device)
         for row, pages in enumerate(batch.pages):
-            tables[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
-        self.block_tables[:rows] = tables
-        self.slots[:, :tokens] = batch.slots
+            self._host_tables[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        self.block_tables[:rows] = upload(self._host_tables[:rows], device)
+        self.slots[:, :tokens] = upload(batch.slots, device)
         self.query[:, :tokens] = batch.query
         self.key[:, :tokens] = batch.new.key
         self.value[:, :tokens] = batch.new.value
@@ -142,13 +145,17 @@ class StepBuffers:
         self.load(None)
         self.context_lens.fill_(1)
         self.active.fill_(1)
-        self.block_tables.fill_(0)
+        self._fill_tables(0)
 
     def load_dummy(self, context_tokens: int) -> None:
         """An idle rank's inputs: every table entry is -1, whatever the lengths say."""
         self.load(None)
         self.context_lens.fill_(context_tokens)
-        self.block_tables.fill_(-1)
+        self._fill_tables(-1)
+
+    def _fill_tables(self, page: int) -> None:
+        for tables in (self._host_tables, self.block_tables):
+            tables.fill_(page)
 
 
 class Metadata:

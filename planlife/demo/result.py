@@ -40,6 +40,10 @@ class DemoResult:
     report: MemoryReport
     num_graphs: int
     num_graphs_refused: int
+    graph_kind: str  #: the class of the graphs
+    #: As Triton counts them; None where another backend served.
+    num_triton_compiles: int | None
+    num_triton_compiles_after_seal: int | None
     num_requests: int
     num_finished: int
     num_clipped: int
@@ -55,9 +59,8 @@ class DemoResult:
     @property
     def ok(self) -> bool:
         """Outputs were compared, none was off, and serving compiled nothing."""
-        return (
-            self.num_rows_compared > 0 and self.num_mismatches == 0 and self.report.counters["compiles_after_seal"] == 0
-        )
+        num_compiles = self.report.counters["compiles_after_seal"] + (self.num_triton_compiles_after_seal or 0)
+        return self.num_rows_compared > 0 and self.num_mismatches == 0 and num_compiles == 0
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and value of each line of the final table."""
@@ -65,11 +68,18 @@ class DemoResult:
         counters = report.counters
         num_refused = self.num_graphs_refused
         refused = f" ({num_refused} size{'s' * (num_refused != 1)} refused for lack of room)" if num_refused else ""
+        triton = "not used"
+        if self.num_triton_compiles is not None and self.num_triton_compiles_after_seal is not None:
+            num_before = self.num_triton_compiles - self.num_triton_compiles_after_seal
+            triton = f"{self.num_triton_compiles_after_seal:,} ({num_before:,} before)"
         rows = [
+            ("device", report.device),
+            ("backend", report.backend),
             ("capture style", config.style),
             ("KV cache", f"{config.kv_dtype}, {config.layout}, scales {config.kv_scales}"),
             ("sliding window", f"{config.window:,} tokens; it cut {self.num_rows_cut:,} output rows"),
             ("graphs captured", f"{self.num_graphs:,}{refused}"),
+            ("graphs are", self.graph_kind or "none"),
             ("captured again in service", f"{counts.recaptured:,}"),
             ("steps", f"{counts.steps:,}"),
             ("steps replayed", f"{counts.replayed:,}"),
@@ -86,6 +96,7 @@ class DemoResult:
             ("mints", f"{counters['mints']:,}"),
             ("compiles", f"{counters['compiles']:,}"),
             ("compiles after seal", f"{counters['compiles_after_seal']:,}"),
+            ("Triton's own count after seal", triton),
             ("refreshes", f"{counters['refreshes']:,}"),
             ("refreshes skipped", f"{counters['refreshes_skipped']:,}"),
             ("evictions", f"{counters['evictions']:,}"),

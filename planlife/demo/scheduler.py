@@ -144,11 +144,11 @@ class Scheduler:
 
 
 class TokenSource:
-    """Seeded random queries, keys and values, as the model's and the cache's dtypes hold them."""
+    """Seeded random queries, keys and values on the device, as the model's and the cache's dtypes hold them."""
 
     def __init__(self, config: DemoConfig) -> None:
         self._config = config
-        self._generator = torch.Generator().manual_seed(config.seed)
+        self._generator = torch.Generator(config.device).manual_seed(config.seed)
 
     def draw(self, layers: Sequence[int], num_tokens: int) -> tuple[torch.Tensor, KVTokens]:
         """query q_dtype[calls, tokens, q_heads, D], and keys and values, for a call of each of `layers`.
@@ -163,7 +163,8 @@ class TokenSource:
         return query.to(getattr(torch, self._config.q_dtype)), KVTokens.store(key, value, layers, self._config)
 
     def _normal(self, num_calls: int, num_tokens: int, num_heads: int) -> torch.Tensor:
-        return torch.randn(num_calls, num_tokens, num_heads, HEAD_DIM, generator=self._generator)
+        shape = (num_calls, num_tokens, num_heads, HEAD_DIM)
+        return torch.randn(shape, generator=self._generator, device=self._config.device)
 
     def batch(self, requests: Sequence[Running], *, query_length: int) -> Batch:
         """The next `query_length` tokens of each request, for each layer of the target."""

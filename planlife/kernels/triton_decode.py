@@ -29,6 +29,8 @@ _LN_2 = tl.constexpr(math.log(2))
 _TO_LOG2 = tl.constexpr(_LOG2_E)
 #: The smallest positive float32: what is merged never loses all its weight, lest an infinity turn to NaN.
 _TINY = tl.constexpr(2.0**-149)
+_LEAST_NORMAL = tl.constexpr(2.0**-126)
+_MOST = tl.constexpr(torch.finfo(torch.float32).max)
 #: How the kernels are told of the type of sinks, which may be any; 0 = there are none.
 _SINK_KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
@@ -106,6 +108,8 @@ def _decode_tasks(
     OUTPUT_DTYPE: tl.constexpr,  # of P and V in theirs
     LEAST_WEIGHT: tl.constexpr,  # that OUTPUT_DTYPE holds
     SHIFT: tl.constexpr,  # weights are 2^SHIFT times as large, so that OUTPUT_DTYPE holds small ones
+    PEAK: tl.constexpr,  # what the largest of a row's scaled weights becomes in each block; 0 = they stay as they are
+    BFLOAT16_BY_HAND: tl.constexpr,  # of P
     ALIGNED: tl.constexpr,  # query, keys and values lie in pieces of 16 bytes that are aligned to that
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -245,7 +249,11 @@ def _decode_tasks(
                 scale_offsets += slot_in_page * value_scale_token_stride
                 weights *= tl.load(value_scales + scale_offsets, mask=held, other=0.0)[None, :]
                 weights = tl.where(logits == float("-inf"), 0.0, weights)
-            weights = weights.to(OUTPUT_DTYPE)
+            if PEAK:
+                # Bounded, so that zeros are not 0 / 0 and an infinity is not inf / inf.
+                largest = tl.minimum(tl.maximum(tl.max(tl.abs(weights), 1), _LEAST_NORMAL), _MOST)[:, None]
+                weights = weights / largest * PEAK
+            weights = _rounded(weights, OUTPUT_DTYPE, BFLOAT16_BY_HAND)
             if OUTER:
                 for query_token_index in range(0, QUERY_LENGTH):
                     end = length - (QUERY_LENGTH - 1) + query_token_index
@@ -253,7 +261,11 @@ def _decode_tasks(
                     if WINDOW:
                         seen = seen & (end - tokens <= WINDOW)
                     added = tl.dot(weights, tl.where(seen[:, None], v, 0.0).to(OUTPUT_DTYPE), input_precision="ieee")
+                    if PEAK:
+                        added = added * (1 / PEAK) * largest
                     output = tl.where((token == query_token_index)[:, None], output + added, output)
+            elif PEAK:
+                output += tl.dot(weights, v, input_precision="ieee") * (1 / PEAK) * largest
             else:
                 output = tl.dot(weights, v, output, input_precision="ieee")
 
@@ -423,8 +435,8 @@ def _product_dtypes(spec: PlanSpec) -> tuple[str, str]:
     q_dtype, kv_dtype = spec.q_dtype, spec.kv_dtype
     if "float32" in (q_dtype, kv_dtype):
         return "float32", "float32"
-    if kv_dtype in FP8_DTYPES:  # exact in both; but a weight times a token's scale needs a float32's exponent
-        return q_dtype, "bfloat16" if spec.scales == "per_token" else q_dtype
+    if kv_dtype in FP8_DTYPES:  # exact in both
+        return q_dtype, q_dtype
     return q_dtype if q_dtype == kv_dtype else "float32", kv_dtype
 
 
@@ -470,9 +482,14 @@ class _PreparedDecode:
         if fp8_bias:
             kv_dtype = torch.uint8
         logits_dtype, output_dtype = _product_dtypes(spec)
-        least_weight, shift = _LEAST_WEIGHTS[output_dtype]
+        # A weight times a token's scale has any exponent; float16, which has few, is given it over the row's largest.
+        is_relative = spec.scales == "per_token" and output_dtype == "float16"
+        least_weight, shift = _LEAST_WEIGHTS["float32" if is_relative else output_dtype]
+        bfloat16_by_hand = is_interpreted and output_dtype == "bfloat16"
         if is_interpreted:  # whose matrix product takes the bits of a bfloat16 for an integer
-            logits_dtype = output_dtype = "float32"
+            logits_dtype, output_dtype = (
+                "float32" if dtype == "bfloat16" else dtype for dtype in (logits_dtype, output_dtype)
+            )
         shape = {
             "HEADS": spec.num_kv_heads,
             "GROUP": spec.group_size,
@@ -494,6 +511,8 @@ class _PreparedDecode:
             "OUTPUT_DTYPE": _TRITON_DTYPES[output_dtype],
             "LEAST_WEIGHT": least_weight,
             "SHIFT": shift,
+            "PEAK": 2 ** _LEAST_WEIGHTS["float16"][1] if is_relative else 0,
+            "BFLOAT16_BY_HAND": bfloat16_by_hand,
             "BLOCK_M": tiles.block_rows,
             "BLOCK_N": tiles.block_tokens,
             "num_warps": tiles.num_warps,

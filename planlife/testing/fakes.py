@@ -309,6 +309,19 @@ class FakeDevice:
             raise AssertionError("a recording stream waited for work outside the graph")
         self._waits[self.stream, stream] = self.tick()
 
+    @contextmanager
+    def relaxed(self) -> Iterator[None]:
+        was, self._recording.is_relaxed = self.is_relaxed, True
+        try:
+            yield
+        finally:
+            self._recording.is_relaxed = was
+
+    @property
+    def is_relaxed(self) -> bool:
+        """Whether this thread is inside `relaxed`."""
+        return getattr(self._recording, "is_relaxed", False)
+
     def _use(self, block: FakeBuffer) -> None:
         stream, time = block.used
         if stream != self.stream and self._waits.get((self.stream, stream), 0) < time:
@@ -513,6 +526,8 @@ class FakeBackend:
         self._count("compile")
         if device.capture_id():
             raise AssertionError("compile while recording")
+        if not device.is_relaxed:
+            raise AssertionError("compile outside Device.relaxed(): loading code kills another thread's capture")
         self._check_rows(plan_rows)
         self.compiled.append((spec, plan_rows))
         return 1

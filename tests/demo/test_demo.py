@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from planlife import ConfigError, PlanManager, StalePlanError, Step
+from planlife import BackendUnavailableError, ConfigError, PlanManager, StalePlanError, Step
 from planlife.demo import DemoConfig, DemoResult, engine, run_demo
 from planlife.demo.check import DenseCheck
 from planlife.demo.config import CAPTURE_ROWS, STYLES
 from planlife.demo.kv_pool import KVPool, KVTokens
 from planlife.demo.model import StepBuffers
 from planlife.demo.scheduler import Arrival, Running, Scheduler, TokenSource, arrivals_from_trace
+from planlife.testing import EmulatedGraph
 from planlife.trace import Request
 
 STEPS = 60
@@ -307,6 +308,32 @@ def test_a_class_that_was_forgotten_in_the_warm_up_shows(monkeypatch: pytest.Mon
     assert not result.ok
 
 
+@pytest.mark.parametrize("style", STYLES)
+def test_a_run_names_its_device_backend_and_graphs(results: dict[str, DemoResult], style: str) -> None:
+    shown = dict(results[style].rows())
+
+    assert shown["device"] == "cpu"
+    assert shown["backend"] == "torch"
+    assert shown["graphs are"] == f"{EmulatedGraph.__module__}.EmulatedGraph"
+    assert shown["Triton's own count after seal"] == "not used"
+
+
+def test_a_run_without_graphs_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    _eager_only(monkeypatch)
+
+    assert dict(run_demo(DemoConfig(max_steps=1)).rows())["graphs are"] == "none"
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:x"])
+def test_a_device_that_is_none_is_refused_before_anything_runs(device: str) -> None:
+    progress: list[str] = []
+
+    with pytest.raises((ConfigError, BackendUnavailableError), match=device):
+        run_demo(DemoConfig(device=device), progress=lambda done, total, text: progress.append(text))
+
+    assert progress == []
+
+
 def test_a_run_that_compared_nothing_is_not_ok(results: dict[str, DemoResult]) -> None:
     good = results["in-graph"]
 
@@ -333,6 +360,7 @@ def test_a_run_that_compared_nothing_is_not_ok(results: dict[str, DemoResult]) -
         ({"memory_bytes": 0}, "memory_bytes"),
         ({"trace_path": 7}, "trace_path"),
         ({"device": 0}, "device"),
+        ({"backend": "aiter"}, "backend must be one of auto, torch, triton, got 'aiter'"),
     ],
 )
 def test_a_config_that_can_never_work_is_refused_by_name(change: dict[str, Any], named: str) -> None:
@@ -431,6 +459,20 @@ def test_the_comparison_itself_agrees_with_attention_written_out(window: int) ->
     assert check.num_rows_compared == 18
 
 
+def test_what_is_found_is_the_same_however_seldom_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for max_pending in (1, 3, 1000):
+        monkeypatch.setattr("planlife.demo.check._MAX_PENDING", max_pending)
+        check = DenseCheck(num_layers=1, **_dims())
+        for call in range(5):
+            output = torch.zeros(4, 2, 4)
+            output[call - 1 :, 0, 0] = 0.25 * call if call else torch.nan
+            check.compare_zeros(f"call {call}", output)
+        found.append((check.num_rows_compared, check.num_mismatches, check.first_mismatch))
+
+    assert found == [(20, 1 + 4 + 3 + 2 + 1, "call 0, output row 3 of 4: off by nan")] * 3
+
+
 @pytest.mark.parametrize("scales", [None, "per_token"])
 @pytest.mark.parametrize("layout", ["nhd", "hnd", "packed"])
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
@@ -494,6 +536,19 @@ def test_rows_behind_a_batch_have_no_length_and_whatever_tables_were_there() -> 
         assert inputs[:, 1:].float().isnan().all()
     assert buffers.output.isnan().all()
     assert torch.equal(buffers.active, torch.tensor([1, 0, 0], dtype=torch.int32))
+
+
+@pytest.mark.parametrize(("load", "page"), [("load_dummy", -1), ("load_capture", 0)])
+def test_a_batch_extends_the_tables_that_a_dummy_or_a_capture_left(load: str, page: int) -> None:
+    config = DemoConfig()
+    batch = TokenSource(config).batch([Running(0, 16, 1, 2, 0, [1, 3])], query_length=1)
+    buffers = StepBuffers(config, num_rows=2, query_length=1, num_calls=2)
+    buffers.load_dummy(5) if load == "load_dummy" else buffers.load_capture()
+    assert (buffers.block_tables == page).all()
+    buffers.load(batch)
+
+    assert buffers.block_tables[0, :2].tolist() == [1, 3]
+    assert (buffers.block_tables[0, 2:] == page).all() and (buffers.block_tables[1] == page).all()
 
 
 def test_a_run_leaves_torchs_thread_count_as_it_was() -> None:

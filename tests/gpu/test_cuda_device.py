@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from planlife.cuda_device import CudaDevice
 from planlife.torch_device import resolve_device
 
 from ..graph.device_contract import *  # noqa: F403
-from ..lifecycle.world import BEFORE_REPLAY, IN_GRAPH, World, both_styles
+from ..lifecycle.world import BEFORE_REPLAY, IN_GRAPH, World, both_styles, small_spec
 
 LENS = [500, 3, 257, 64, 1, 0, 256, 17]
 CYCLES_PER_MS = 1_500_000  # at least a millisecond on GPUs of up to 1.5 GHz; never less than half of one
@@ -468,6 +469,29 @@ def test_another_thread_may_plan_bring_back_evict_and_drop_graphs_while_this_one
     for _ in range(2):
         world.set_lens(world.random_lens(8))
         world.assert_right(world.replay(graph, world.step()), world.expected())
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(("mode", "head_dim"), [("global", 32), ("thread_local", 48), ("relaxed", 80)])
+def test_another_thread_may_compile_and_load_code_while_this_one_records(
+    mode: str, head_dim: int, backend: str
+) -> None:
+    """A mint in service, of a site whose kernels were never loaded: each mode has its own."""
+    sites = {"default": small_spec(), "late": replace(small_spec(), head_dim=head_dim)}
+    world = World(device="cuda", sites=sites, backend=backend, on_miss="mint")
+    world.set_lens(LENS)
+    with world.manager.capture_phase():
+        world.decode(world.manager.plan_for(world.step()))
+    plans = []
+    with world.manager.graph(capture_error_mode=mode) as graph:
+        plan = world.manager.plan_for(world.step())
+        world.decode(plan)
+        world.elsewhere(lambda: plans.append(world.manager.plan_for(world.step(site="late"))))
+        world.decode(plan)
+    assert [late.route for late in plans] == ["planned"]
+    assert world.manager.report().counters["compiles_after_seal"] == 1
+    world.set_lens(world.random_lens(8))
+    world.assert_right(world.replay(graph, world.step()), world.expected())
 
 
 def a_host_read(world: World) -> None:

@@ -460,6 +460,17 @@ def test_a_stream_that_records_is_not_given_an_event(
     assert library.mode == 0
 
 
+def test_what_is_done_relaxed_kills_no_capture_and_the_threads_mode_comes_back(
+    make_device: Callable[..., CudaDevice], library: FakeLibrary
+) -> None:
+    device = make_device()
+    with device.relaxed():
+        assert library.mode == RELAXED
+    with pytest.raises(KeyError), device.relaxed():
+        raise KeyError
+    assert library.mode == 0
+
+
 # Which device, and what it is given.
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import subprocess
 import sys
 import threading
 import weakref
@@ -24,6 +23,7 @@ from planlife import emulated_graph
 from planlife.emulated_graph import unrecorded, watch_current_capture
 from planlife.testing import EmulatedGraph, current_capture_id, launch, record
 from planlife.testing.graph_scenarios import REFUSED, REFUSED_ON_CPU, SCENARIOS, Scenario
+from tests.child_process import run_python
 
 MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 ALL_REFUSED = REFUSED | REFUSED_ON_CPU
@@ -626,4 +626,5 @@ def test_autograd_has_no_part_in_a_replay() -> None:
 
 def test_importing_the_testing_package_imports_no_torch() -> None:
     code = "import sys, planlife.testing; assert 'torch' not in sys.modules; planlife.testing.EmulatedGraph()"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run = run_python("-c", code)
+    assert run.returncode == 0, run.stderr

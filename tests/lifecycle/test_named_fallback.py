@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from planlife import CapacityLadder, ConfigError, PlanManager
+from planlife.backends.dense_fallback import DenseFallback
 from planlife.testing.fakes import FakeBackend, FakeDevice
 
 from .world import small_spec
@@ -22,3 +23,10 @@ def test_a_named_fallback_that_cannot_read_a_site_is_refused_at_construction(sit
     with pytest.raises(ConfigError, match="fallback='torch' cannot serve site 'odd': the torch backend does not read"):
         PlanManager(sites, backend=FakeBackend(), fallback="torch", **options)
     PlanManager(sites["main"], backend=FakeBackend(), fallback="torch", **options).close()  # positive control
+
+
+def test_a_fallback_that_is_made_while_another_thread_records_kills_no_capture() -> None:
+    """The fake backend raises at a compile that could."""
+    backend = FakeBackend()
+    DenseFallback(backend).prepare([small_spec()], FakeDevice())
+    assert len(backend.compiled) == 1

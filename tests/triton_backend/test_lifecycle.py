@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from typing import Any
 
@@ -16,6 +14,7 @@ from planlife import BackendUnavailableError, CapacityLadder, ConfigError, PlanM
 from planlife.backends import triton_backend  # noqa: E402
 from planlife.backends.triton_backend import TritonBackend  # noqa: E402
 from planlife.testing.fakes import FakeDevice  # noqa: E402
+from tests.child_process import run_python  # noqa: E402
 from tests.lifecycle import test_capture_styles, test_dummies, test_refresh_and_marks  # noqa: E402
 from tests.lifecycle.world import World, small_spec  # noqa: E402
 
@@ -103,8 +102,7 @@ def test_a_cpu_without_the_interpreter_is_refused_with_the_way_out():
         "    try: managers(**options)\n"
         "    except ConfigError as error: print('set TRITON_INTERPRET=1' in str(error), type(error).__name__)\n"
     )
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    run = run_python("-c", code, TRITON_INTERPRET="0")
     assert run.stdout.splitlines() == ["True ConfigError"] * 2, run.stderr
 
 

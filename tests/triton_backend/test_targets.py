@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton", reason="needs triton: pip install 'planlife[triton]'")
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from ..child_process import run_python
 
 #: Kernel.prepare compiles for a target instead of a device, and says what came out.
 PROGRAM = """
@@ -47,9 +42,7 @@ for target in (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("
 
 
 def test_planners_and_sanitizer_compile_for_nvidia_and_amd(tmp_path):
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": "."}
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment)
+    run = run_python("-W", "ignore", "-c", PROGRAM, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert run.returncode == 0, run.stderr
     compiled = [line.split() for line in run.stdout.splitlines()]
     planners = {"_plan_rows", "_plan_slots", "_sum_tiles", "_share_slots", "_fill_records", "_compare_lens"}

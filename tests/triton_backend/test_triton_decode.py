@@ -16,7 +16,7 @@ from planlife.testing import EmulatedGraph, record
 
 from ..cache_layouts import LAYOUTS, lay_out
 from ..lifecycle.world import row_errors
-from ..torch_backend.test_cache_kinds import FP8, NUM_FAR_PAGES, TABLE, TOLERANCE, Overlapping
+from ..torch_backend.test_cache_kinds import FP8, NUM_FAR_PAGES, TABLE, Overlapping
 from .triton_call import DEVICE, TritonCall
 
 #: Empty, below, at and above page and tile edges.
@@ -255,14 +255,59 @@ def test_one_token_is_exactly_its_value_whatever_the_key_scale(tiny, scales):
     assert torch.equal(call.decode()[0], value * tiny)
 
 
-def test_a_value_scale_below_what_float16_holds_is_no_loss():
+@pytest.mark.parametrize("query_length", [1, 2])
+@pytest.mark.parametrize("scales", ["host number", "per token", "per token, 4-D"])
+@pytest.mark.parametrize("kv_dtype", FP8)
+@pytest.mark.parametrize("q_dtype", ["float16", "bfloat16"])
+def test_weights_are_as_exact_as_the_query_under_every_kind_of_scale(q_dtype, kv_dtype, scales, query_length):
+    """Many short rows with logits far apart, where no sum evens out how weights are rounded."""
+    call = TritonCall(tuple(range(2, 34)), kv_dtype=kv_dtype, scales=scales, q_dtype=q_dtype, query_length=query_length)
+    call.query.mul_(8)
+    errors = row_errors(call.decode(), call.reference(), query_length)
+    # Half a unit in the last place for the weights, half a one for the output.
+    assert errors.max() <= torch.finfo(call.query.dtype).eps, errors.max()
+
+
+@pytest.mark.parametrize("factor", [1e-20, 1e-4, 1e2, 1e30])
+def test_value_scales_beyond_what_float16_holds_are_no_loss(factor):
     call = TritonCall((300, 17), kv_dtype=FP8[0], scales="per token", q_dtype="float16")
     bits = call.values.view(torch.uint8)
     bits.copy_((bits & 0x85) | 0x78)  # 256 to 416, of either sign
     call.nhd = call.keys, call.values
-    call.value_scale *= 1e-4
-    errors = row_errors(call.decode(), call.reference())
-    assert (errors <= TOLERANCE["bfloat16"]).all(), errors
+    call.value_scale *= factor
+    output, wanted = call.decode().cpu(), call.reference()
+    if factor in (1e-20, 1e30):
+        assert torch.equal(output, wanted.half())  # zeros and infinities
+    else:
+        assert row_errors(output, wanted).max() <= torch.finfo(torch.float16).eps
+
+
+def test_value_scales_of_zero_give_zeros_also_where_a_query_token_sees_nothing_of_a_block():
+    call = TritonCall((65, 17, 257), kv_dtype=FP8[0], scales="per token", q_dtype="float16", query_length=2)
+    call.assert_matches(call.decode())
+    call.value_scale *= 0
+    assert (call.decode() == 0).all()
+
+
+@pytest.mark.parametrize("other", [1, 299])
+@pytest.mark.parametrize("exponent", [20, 60, 100])
+@pytest.mark.parametrize("q_dtype", ["float16", "bfloat16"])
+def test_a_little_weight_under_a_large_scale_counts_beside_a_large_weight_under_a_little_scale(
+    q_dtype, exponent, other
+):
+    """C61: tokens of weight 1 and 2^-exponent whose scales make up for it, in one block and in two tasks."""
+    call = TritonCall((300,), kv_dtype=FP8[0], scales="per token", q_dtype=q_dtype, query_length=2, num_q_heads=2)
+    call.query.fill_(1.0)
+    call.keys[call.tables[0, :19].long()] = torch.ones((), device=DEVICE).to(call.keys.dtype)
+    call.nhd = call.keys, call.values
+    little = call.key_scale.new_tensor(-0.6931 / (16 * call.scale))  # a logit that halves the weight
+    call.key_scale[call.tables[0, :19].long()] = 140 * little
+    for token, halvings in ((0, 0), (other, exponent)):
+        page, offset = call.tables[0, token // 16], token % 16
+        call.key_scale[page, :, offset] = halvings * little
+        call.value_scale[page, :, offset] = 2.0**halvings
+    errors = row_errors(call.decode(), call.reference(), 2)
+    assert errors.max() <= torch.finfo(call.query.dtype).eps, errors
 
 
 @pytest.mark.parametrize("layout", ["nhd", "hnd", "packed"])
@@ -330,9 +375,16 @@ def test_a_nan_of_an_attended_token_is_not_hidden(cache, query_length):
     assert output[query_length:].isfinite().all()
 
 
-def test_an_infinite_scale_of_an_attended_token_gives_infinities_and_no_other_row_sees_it():
-    call = TritonCall((300, 17), kv_dtype=FP8[0], scales="per token")
+@pytest.mark.parametrize("gap", [0, 150])
+@pytest.mark.parametrize("q_dtype", ["float16", "bfloat16"])
+def test_an_infinite_scale_of_an_attended_token_gives_infinities_and_no_other_row_sees_it(q_dtype, gap):
+    """gap: of its logit below the others': exp(-150) is 0 in float32."""
+    call = TritonCall((300, 17), kv_dtype=FP8[0], scales="per token", q_dtype=q_dtype)
     page = call.tables[0, 1]
+    if gap:
+        call.query.fill_(1.0)
+        call.keys[page, 3] = torch.ones((), device=DEVICE).to(call.keys)
+        call.key_scale[page, :, 3] = -gap / (16 * call.scale)
     call.values[page, 3] = torch.ones((), device=DEVICE).to(call.values)
     call.value_scale[page, :, 3] = torch.inf
     output = call.decode()
@@ -341,8 +393,9 @@ def test_an_infinite_scale_of_an_attended_token_gives_infinities_and_no_other_ro
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_the_scale_of_a_token_that_only_a_later_query_token_sees_never_reaches_an_earlier_one(poison):
-    call = TritonCall((300,), kv_dtype=FP8[0], scales="per token", query_length=2)
+@pytest.mark.parametrize("q_dtype", ["float16", "bfloat16"])
+def test_the_scale_of_a_token_that_only_a_later_query_token_sees_never_reaches_an_earlier_one(q_dtype, poison):
+    call = TritonCall((300,), kv_dtype=FP8[0], scales="per token", q_dtype=q_dtype, query_length=2)
     call.value_scale[call.tables[0, 18], :, 299 % 16] = poison
     output = call.decode()
     assert not output[1].isfinite().any()

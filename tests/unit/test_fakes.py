@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -251,9 +252,28 @@ def test_a_row_limit_and_refusals_are_settings():
     backend = FakeBackend(max_plan_rows=4, spec_reasons=["a", "b"], step_reasons=["c"])
     assert (list(backend.refuse_spec(SPEC, None)), list(backend.refuse_step(SPEC, None))) == (["a", "b"], ["c"])
     with pytest.raises(AssertionError, match="limit of 4"):
-        backend.compile(SPEC, 5, FakeDevice())
-    assert backend.compile(SPEC, 4, FakeDevice()) == 1
+        compile_relaxed(backend, 5)
+    assert compile_relaxed(backend, 4) == 1
     assert backend.compiled == [(SPEC, 4)]
+
+
+def compile_relaxed(backend: FakeBackend, rows: int) -> int:
+    device = FakeDevice()
+    with device.relaxed():
+        return backend.compile(SPEC, rows, device)
+
+
+def test_a_compile_that_could_kill_another_threads_capture_raises():
+    device, backend = FakeDevice(), FakeBackend()
+    with device.relaxed():
+        with device.relaxed():
+            pass
+        assert backend.compile(SPEC, 4, device) == 1
+        with ThreadPoolExecutor(1) as other:  # relaxed is a thread, not the device
+            refused = other.submit(backend.compile, SPEC, 4, device).exception()
+    with pytest.raises(AssertionError, match=r"compile outside Device.relaxed\(\)"):
+        backend.compile(SPEC, 4, device)
+    assert "compile outside Device.relaxed()" in str(refused)
 
 
 @pytest.mark.parametrize(("lens", "flags"), [([300, 0, 17], [0, 0]), ([301, 0, 17], [1, 0]), ([300, 0, 1001], [1, 1])])

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from planlife import CapacityLadder, ClosedError, MintError, RouteError, StalePlanError, Step
+from planlife import CapacityLadder, ClosedError, MintError, PlanManager, RouteError, StalePlanError, Step
 from planlife.events import KINDS
-from planlife.testing import FakeTensor
+from planlife.testing import FakeBackend, FakeDevice, FakeTensor
 from tests.unit.fake_world import POISON, Captured, FakeWorld, live_lens_fallback, spec
 
 
@@ -473,3 +473,17 @@ def test_a_step_in_parts_counts_as_a_lookup_of_its_class() -> None:
     world.manager.trim(0)
     world.run([7] * 6)
     assert (world.counters["hits"], world.counters["misses"]) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("backend_name", "device_name", "is_told"),
+    [("torch", "cuda:0", True), ("torch", "cpu", False), ("triton", "cuda:0", False)],
+)
+def test_what_torchs_matrix_products_keep_on_a_gpu_is_told_to_be_outside_the_budget(backend_name, device_name, is_told):
+    backend, device = FakeBackend(), FakeDevice(device_name)
+    backend.name = backend_name
+    with PlanManager(spec(), ladder=CapacityLadder([2]), device=device, backend=backend) as manager:
+        report = manager.report()
+        assert ("matrix products" in report.excluded) is is_told
+        assert ("cuBLAS" in str(report)) is is_told
+        assert "compiled code" in report.excluded
