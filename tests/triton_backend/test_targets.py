@@ -56,7 +56,6 @@ def test_planners_and_sanitizer_compile_for_nvidia_and_amd(tmp_path):
 def test_an_interpreter_that_is_switched_after_triton_was_imported_is_refused_by_name(at_import, later):
     program = f"""
 import os
-os.environ["TRITON_INTERPRET"] = "{at_import}"
 import triton
 os.environ["TRITON_INTERPRET"] = "{later}"
 from planlife import PlanSpec
@@ -64,8 +63,6 @@ from planlife.backends.triton_backend import TritonBackend
 from planlife.torch_device import CpuDevice
 print(*TritonBackend().refuse_spec(PlanSpec(1, 1, 16, 16, max_context_tokens=9), CpuDevice()))
 """
-    environment = {**os.environ, "PYTHONPATH": "."}
-    command = [sys.executable, "-W", "ignore", "-c", program]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment)
+    run = run_python("-W", "ignore", "-c", program, TRITON_INTERPRET=at_import)
     assert run.returncode == 0, run.stderr
     assert "TRITON_INTERPRET was changed after something imported triton" in run.stdout
