@@ -259,9 +259,11 @@ class CudaDevice(TorchDevice):
                         failure = error
                         raise
             except BaseException as error:
-                if capture_id:  # else it never began: the graph may hold an earlier capture, which stays
-                    self._abandon(graph, capture_id, capture_stream)
-                torch.cuda.set_stream(home)
+                try:
+                    if capture_id:  # else it never began: the graph may hold an earlier capture, which stays
+                        self._abandon(graph, capture_id, capture_stream)
+                finally:
+                    torch.cuda.set_stream(home)
                 # The end of an invalidated capture raises too; what the body raised says why.
                 if failure is None or failure is error:
                     raise

@@ -371,6 +371,21 @@ def test_watching_needs_a_capture(make_device: Callable[..., CudaDevice]) -> Non
         device.watch_capture(device.release_queue(), None)
 
 
+def test_torch_comes_home_also_when_the_graph_of_a_failed_capture_cannot_be_emptied(recorder: Recorder) -> None:
+    """A device that has failed for good refuses every call; what the body raised is told along with it."""
+
+    def reset() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    recorder.graph.reset = reset  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="illegal memory access") as caught:
+        with recorder.device.record(recorder.graph):  # type: ignore[arg-type]
+            recorder.library.streams[STREAM] = (INVALIDATED, 0, 0)
+            raise BodyError
+    recorder.assert_torch_is_as_it_was()
+    assert isinstance(caught.value.__context__.__context__, BodyError)  # type: ignore[union-attr]
+
+
 def test_a_failed_capture_waits_no_longer_when_another_thread_was_told_of_it_first(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
