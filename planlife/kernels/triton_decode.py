@@ -269,6 +269,8 @@ def _decode_tasks(
             else:
                 output = tl.dot(weights, v, output, input_precision="ieee")
 
+    # A part whose logits are all NaN is not empty, though no maximum saw it.
+    maximum = tl.where(total == total, maximum, 0.0)
     tl.store(maxima + part, tl.where(maximum == float("-inf"), maximum, maximum - SHIFT), mask=is_row)
     tl.store(sums + part, total, mask=is_row)
     tl.store(
