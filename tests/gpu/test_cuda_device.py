@@ -210,7 +210,6 @@ def test_a_graph_captured_again_keeps_what_its_replay_in_flight_reads(monkeypatc
     world.assert_right(world.output, expected)
     world.settle()
     assert world.manager.report().pinned_bytes == 0
-    del blocks
 
 
 def test_without_its_pins_the_same_churn_does_overwrite_a_replay_in_flight() -> None:
