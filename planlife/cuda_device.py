@@ -34,14 +34,18 @@ class _Watch:
         self.is_gone = False
 
 
-#: By the address of their word. Of all devices: a graph may outlive its manager and its device.
-_watches: dict[int, _Watch] = {}
+#: Of all devices: a graph may outlive its manager and its device.
+_watches: set[_Watch] = set()
 
 
 def drop_what_is_gone() -> None:
     """Let go of what graphs kept that are gone by now, also those of managers that were dropped. Takes no lock."""
-    for address, watch in list(_watches.items()):
-        if watch.word and _watches.pop(address, None) is not None:  # another thread may be here too
+    for watch in list(_watches):
+        if watch.word:
+            try:
+                _watches.remove(watch)
+            except KeyError:  # another thread took it; the word may be another watch's by now
+                continue
             watch.is_gone = True
             watch.keep = None
             use_again(watch.word)
@@ -205,7 +209,7 @@ class CudaDevice(TorchDevice):
         else:
             self._finalize(watch)
         queue.watches.append(watch)
-        _watches[watch.word.address] = watch
+        _watches.add(watch)
         return capture.capture_id
 
     def _finalize(self, watch: _Watch) -> None:
@@ -294,7 +298,7 @@ class CudaDevice(TorchDevice):
         self._fire(graph)
         # Never launched, it is destroyed by now; the driver tells so in a moment.
         deadline = time.monotonic() + _FAILED_CAPTURE_WAIT_S
-        watches = [watch for watch in list(_watches.values()) if watch.capture_id == capture_id]
+        watches = [watch for watch in list(_watches) if watch.capture_id == capture_id]
         while time.monotonic() < deadline and not all(map(_is_told, watches)):
             time.sleep(0)
 

@@ -306,6 +306,36 @@ def test_a_watched_capture_arrives_in_the_queue_when_its_graph_goes(
     assert (bool(queue), bool(other), other.popleft()) == (False, True, 4)
 
 
+def test_a_word_that_is_used_again_meanwhile_ends_no_watch_but_its_own(
+    make_device: Callable[..., CudaDevice], library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread looks at a watch that another has ended since, and whose word belongs to the next capture by now."""
+    device = make_device()
+    queue = device.release_queue()
+    watched(device, library, queue, 1)
+    (stale,) = cuda_device._watches
+    library.destroy(1001)
+    assert queue.popleft() == 1
+    kept = watched(device, library, queue, 2)
+    (own,) = cuda_device._watches
+    assert own.word.address == stale.word.address
+
+    class LateLook(set[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            yield stale
+            yield from super().__iter__()
+
+    late_look = LateLook(cuda_device._watches)
+    cuda_device._watches.clear()
+    monkeypatch.setattr(cuda_device, "_watches", late_look)
+    drop_what_is_gone()
+    assert kept() is not None
+    library.destroy(1002)
+    assert queue.popleft() == 2
+    assert kept() is None and not queue
+    assert new_word().address != new_word().address  # it was given back once
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_driver_may_tell_in_any_order_and_at_any_pace(
     make_device: Callable[..., CudaDevice], library: FakeLibrary, first: int
