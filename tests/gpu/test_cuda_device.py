@@ -175,6 +175,43 @@ def test_a_graph_that_ends_while_replays_are_in_flight_keeps_what_they_read(end:
     del blocks
 
 
+def test_a_graph_captured_again_keeps_what_its_replay_in_flight_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R25: between the reset and the wait of torch.cuda.graph for the device another thread may evict and allocate."""
+    world = gpu_world()
+    world.set_lens(LENS)
+
+    def layers(plan: StepPlan) -> None:
+        delay(60)
+        world.decode(plan)
+
+    graph = world.capture(world.step(), IN_GRAPH, layers)
+    world.set_lens(world.random_lens(8))
+    expected = world.expected()
+    unseen = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(unseen):
+        graph.replay()
+    device = world.manager._device
+    real_record = device.record
+    blocks: list[torch.Tensor] = []
+
+    @contextmanager
+    def record(g: torch.cuda.CUDAGraph, **options: Any) -> Iterator[torch.cuda.CUDAGraph]:
+        world.manager.trim(0)  # as another thread, at the worst moment
+        blocks.extend(poison())
+        assert not unseen.query()
+        with real_record(g, **options):
+            yield g
+
+    monkeypatch.setattr(device, "record", record)
+    with world.manager.graph(graph):
+        torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    world.assert_right(world.output, expected)
+    world.settle()
+    assert world.manager.report().pinned_bytes == 0
+
+
 def test_without_its_pins_the_same_churn_does_overwrite_a_replay_in_flight() -> None:
     """The positive control of the test above: a promise (release) that the engine broke."""
     world = gpu_world()

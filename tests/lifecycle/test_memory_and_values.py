@@ -346,3 +346,29 @@ def test_lengths_above_the_bound_are_clamped_and_read_nothing_behind_it(sanitize
     world.set_lens([250, 249, 1, 0])
     world.assert_right(world.eager(world.step(4))[:4], world.expected(world.query[:4], world.lens[:4]))
     assert world.counters()["lengths_clamped"] == (2 if sanitize == "count" else 0)
+
+
+def test_a_failed_mint_lets_go_of_its_buffers_before_its_victims_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be memory for one of both only."""
+    measured, backend = Measured(), limited_backend(None)
+    real_compile = backend.compile
+
+    def compile_two_rows(spec: PlanSpec, plan_rows: int, device: Any) -> int:
+        if plan_rows > 2:
+            raise RuntimeError("no compiler")
+        num_compiled: int = real_compile(spec, plan_rows, device)
+        return num_compiled
+
+    monkeypatch.setattr(backend, "compile", compile_two_rows)
+    spec = small_spec(max_partitions=1)
+    options: dict[str, Any] = {"ladder": CapacityLadder([2, 4]), "device": measured.device, "backend": backend}
+    budget_bytes = PlanManager(spec, **options).min_budget_bytes()
+    manager = PlanManager(spec, budget_bytes=budget_bytes, on_miss="mint", **options)
+    with manager.capture_phase():
+        manager.warm(2)
+    resident_bytes = measured.live_bytes
+    with pytest.raises(RuntimeError, match="no compiler"):
+        manager.plan_for(Step(torch.ones(4, dtype=torch.int32, device=measured.device.name)))
+    assert [(line.class_rows, line.state) for line in manager.report().plans] == [(2, "resident")]
+    assert measured.live_bytes == manager.report().resident_bytes == resident_bytes
+    assert measured.high_water_bytes <= budget_bytes
