@@ -117,11 +117,13 @@ GUARDS = (
         "        for victim in victims:\n"
         "            self.store.evict(victim, tombstone)\n"
         "        buffers: list[Any] = []\n"
+        "        contents: list[Any] = []\n"
         "        stream = self._device.current_stream()\n"
         "        try:\n"
         "            for item in items:\n"
         "                buffers.append(self._device.allocate(item.num_bytes))\n",
         "        buffers: list[Any] = []\n"
+        "        contents: list[Any] = []\n"
         "        stream = self._device.current_stream()\n"
         "        try:\n"
         "            for item in items:\n"
