@@ -67,7 +67,8 @@ class _Call:
         with torch.inference_mode(False):
             self.plan = tables.plan_of(tables.work_info[:capacity], tables.reduce_info[:num_rows])
             self.staged_lens = tables.staged_lens[:num_rows]
-            alias = scratch.data  # views of it do not keep the tensor object that the manager holds
+            # A view of `scratch` itself has it as its base, which on some torch keeps it: its end would not be seen.
+            alias = scratch.data
             exp_sums, max_logits, output = (
                 alias[start:stop] for start, stop in _scratch_parts(spec, tables.capacity, capacity)
             )

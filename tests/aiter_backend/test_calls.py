@@ -258,6 +258,7 @@ def test_rows_past_the_limit_of_a_plan_are_served_in_segments(make_world, aiter)
     padded = world.decode(world.plan([300, 17]), rows=5, table_rows=2)  # later segments have no block tables
     world.assert_right(padded)
     assert padded[2:].eq(0).all()
+    assert all(call["context_lengths"].shape[0] for call in aiter.decodes)  # aiter plans no batch of 0
 
 
 def test_scratch_has_aiters_shapes_inside_the_arena_and_no_two_parts_overlap(make_world, aiter):
@@ -287,6 +288,20 @@ def test_an_evicted_arena_is_not_kept_alive_by_plans_that_used_it(make_world, ai
     finally:
         gc.enable()
     world.assert_right(world.decode(world.plan(LENS)))
+
+
+def test_a_new_arena_is_used_from_the_next_call_on(make_world, aiter):
+    world = make_world()
+    plan = world.plan(LENS)
+    world.decode(plan)
+    native, first = plan.native, plan.slot.arena.buffer
+    second = torch.zeros_like(first)
+    backend = AiterBackend(library=aiter.library())
+    call = (world.output[:3], world.query[:3], world.key_cache, world.value_cache, world.tables[:3])
+    for arena in (first, second):
+        backend.decode(native, arena, *call, BF16.head_dim**-0.5, None, None, None, None)
+        for name in ("exp_sums", "max_logits", "temporary_output"):
+            assert aiter.decodes[-1][name].untyped_storage().data_ptr() == arena.data_ptr()
 
 
 def test_the_sanitizer_tells_stale_tables_from_tables_that_were_emptied_on_purpose():
