@@ -173,9 +173,10 @@ def test_where_aiter_has_a_predicate_it_decides_and_limits_only_explain():
     assert "not of 32" in refuse(replace(BF16, page_size=32), can_use_flydsl_pa_decode=no)[0]
 
 
-def test_the_predicate_is_asked_with_a_whole_call_and_either_form_of_v_is_enough():
-    only_4d, asked = asking(lambda call: call["value_cache"].dim() == 4)
-    assert refuse(replace(FNUZ, query_length=6), can_use_flydsl_pa_decode=only_4d) == []
+@pytest.mark.parametrize("num_axes", [4, 5])
+def test_the_predicate_is_asked_with_a_whole_call_and_either_form_of_v_is_enough(num_axes):
+    only_one, asked = asking(lambda call: call["value_cache"].dim() == num_axes)
+    assert refuse(replace(FNUZ, query_length=6), can_use_flydsl_pa_decode=only_one) == []
     call = asked[0]
     assert call["compute_type"] is torch.float8_e4m3fnuz and call["query"].shape == (6, 8, 128)
     assert call["work_plan"].reduce_info.shape == (1, 2) and call["exp_sums"].shape == (1, 256, 48)
