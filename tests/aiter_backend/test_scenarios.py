@@ -29,6 +29,9 @@ MODULES = (
     test_segments,
 )
 
+#: Compares the arena of torch's segments with one of the worlds' backend, whose partials are smaller here.
+NOT_HERE = {"test_segments_share_one_arena_and_count_as_one_plan"}
+
 gc_off = test_refresh_and_marks.gc_off
 
 
@@ -53,7 +56,11 @@ def can_use(
     return True
 
 
-for module in MODULES:
-    for name, test in vars(module).items():
-        if name.startswith("test_"):
-            setattr(TestScenarios, f"{name}__{module.__name__.rpartition('.')[2]}", staticmethod(test))
+def _take_over(modules):
+    for module in modules:
+        for name, test in vars(module).items():
+            if name.startswith("test_") and name not in NOT_HERE:
+                setattr(TestScenarios, f"{name}__{module.__name__.rpartition('.')[2]}", staticmethod(test))
+
+
+_take_over(MODULES)
