@@ -29,23 +29,25 @@ MODULES = (
     test_segments,
 )
 
-#: Compares the arena of torch's segments with one of the worlds' backend, whose partials are smaller here.
-NOT_HERE = {"test_segments_share_one_arena_and_count_as_one_plan"}
-
 gc_off = test_refresh_and_marks.gc_off
 
 
 @pytest.fixture(scope="module")
 def backend():
     """One for all, so that each row count of a spec is run once."""
+    return backend_with_limit(4096)
+
+
+def backend_with_limit(max_plan_rows: int) -> AiterBackend:
     library = RecordingAiter(num_calls=0).library(can_use_flydsl_pa_decode=can_use)
-    return AiterBackend(library=library, architecture_of=lambda device: "gfx950")
+    return AiterBackend(max_plan_rows, library=library, architecture_of=lambda device: "gfx950")
 
 
 class TestScenarios:
     @pytest.fixture(autouse=True)
     def _over_aiter(self, backend, monkeypatch):
         monkeypatch.setattr(World, "backend", backend)
+        monkeypatch.setattr(test_segments, "limited_backend", backend_with_limit)
 
 
 def can_use(
@@ -59,7 +61,7 @@ def can_use(
 def _take_over(modules):
     for module in modules:
         for name, test in vars(module).items():
-            if name.startswith("test_") and name not in NOT_HERE:
+            if name.startswith("test_"):
                 setattr(TestScenarios, f"{name}__{module.__name__.rpartition('.')[2]}", staticmethod(test))
 
 
