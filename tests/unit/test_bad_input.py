@@ -545,6 +545,8 @@ def test_a_triton_that_cannot_be_used_is_absent_with_the_reason(
         (folder / "__init__.py").write_text(source)
     for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
         monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))  # so that what is imported here goes with the test
+    del sys.modules["triton"]
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     (reason,) = absence_reasons("triton")
     assert found in reason and "triton >= 3.6" in reason
