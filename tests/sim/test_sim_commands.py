@@ -294,15 +294,25 @@ def test_a_page_that_cannot_be_written_is_one_line(tmp_path):
     assert "Traceback" not in result.stderr
 
 
-def test_without_matplotlib_figures_are_printed_and_pictures_name_their_extra(monkeypatch, tmp_path):
+def test_without_matplotlib_tables_are_printed_and_pictures_name_their_extra_before_anything_is_done(
+    monkeypatch, tmp_path
+):
     import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     good("simulate", "--trace", AZURE)
-    result = run("simulate", "--trace", AZURE, "--html", str(tmp_path / "page.html"))
-    assert result.exit_code == 1
-    assert "planlife[sim]" in result.stderr
+    steps, page = tmp_path / "steps", str(tmp_path / "page")
+    for arguments in (
+        ("simulate", "--trace", AZURE, "--steps-out", str(steps)),
+        ("fit-ladder", "--trace", AZURE, "--classes", "4"),
+        ("report", str(live_report(tmp_path)[0])),
+    ):
+        for option in ("--html", "--png"):
+            result = run(*arguments, option, page)
+            assert (result.exit_code, result.stdout) == (1, "")
+            assert result.stderr.startswith("planlife: pictures need matplotlib") and "planlife[sim]" in result.stderr
+    assert not steps.exists()
 
 
 def live_report(tmp_path: Path) -> tuple[Path, PlanManager]:
