@@ -146,10 +146,12 @@ def test_sites_may_come_from_a_file(tmp_path):
 
 
 def test_the_commands_on_the_page_about_operating_are_commands():
-    """Their options exist and take these values; the traces they name are not part of the project."""
+    """Their options exist and take these values; of the traces they name only the first is part of the project."""
     text = (DATA.parents[1] / "docs" / "operating.md").read_text()
     commands = re.findall(r"^planlife (.+)$", "".join(re.findall(r"^```sh\n(.*?)^```$", text, re.M | re.S)), re.M)
-    assert len(commands) == 4
+    assert len(commands) == 5
+    assert "--trace planlife/demo/sample_trace.csv " in commands[0]
+    assert (DATA.parents[1] / "planlife" / "demo" / "sample_trace.csv").is_file()
     for line in commands:
         name, *arguments = shlex.split(line)
         found = command.get_command(click.Context(command), name)
