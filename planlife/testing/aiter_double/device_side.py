@@ -83,7 +83,7 @@ def decode(
             query,
             key_cache,
             value_cache,
-            block_tables,
+            block_tables.clamp(0, value_cache.shape[0] - 1),  # who has other entries is told by `found`
             float(softmax_scale),
             spec=spec,
             work_info=work_info,

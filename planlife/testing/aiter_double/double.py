@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import make_dataclass
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from inspect import Signature
@@ -415,6 +416,8 @@ class _Finder(MetaPathFinder, Loader):
         name = module.__name__
         if name == _ROOT and self._double.generation == "old flydsl":
             raise ImportError("flydsl >= 0.2.4 is required")
+        if name == MODULE and PLANNER_MODULE in self._modules:
+            import_module(PLANNER_MODULE)  # as the library's own imports do
         vars(module).update(self._modules[name])
         if name == _ROOT:
             # The package exports two names lazily, one of them that of its own submodule: which of both an attribute

@@ -140,7 +140,8 @@ def check_decode(lib: Library, call: SimpleNamespace, plan_class: type) -> Check
     sink_dtype = _check_sinks(c.sinks, num_q_heads, device)
     for name in ("output", "key_cache", "value_cache", "block_tables", "context_lengths"):
         require(getattr(c, name).device == device, ValueError, f"{name} must be on {device}")
-    for name in ("block_tables", "context_lengths") if is_nhd else tensors[2:]:
+    contiguous = ("block_tables", "context_lengths")
+    for name in contiguous if is_nhd else ("key_cache", "value_cache", *contiguous):
         require(getattr(c, name).is_contiguous(), ValueError, f"{name} must be contiguous")
     scales = _check_scales(lib, c, (c.key_cache.shape[0], num_kv_heads, page), is_bf16_cache)
 
