@@ -676,6 +676,14 @@ def test_v_must_be_finite_to_the_end_of_a_rows_last_page(double, options):
         pa_decode(**call)
 
 
+def test_tails_may_be_poisoned_where_that_is_said():
+    with aiter_double(num_cu=8, finite_tails=False) as double:
+        call = valid_call(double, (300, 17), kv="bf16")
+        call["value_cache"][int(call["block_tables"][1, 1]), 0, 0, 0, 5] = float("nan")
+        pa_decode(**call)
+        assert not call["output"].isnan().any()
+
+
 def test_queries_must_start_on_four_bytes_except_on_gfx1250():
     for arch in ("gfx942", "gfx1250"):
         with aiter_double(arch=arch, num_cu=8, on_violation="record") as double:
@@ -721,6 +729,20 @@ def test_scratch_that_another_call_writes_meanwhile_is_a_violation(double, monke
     monkeypatch.setattr(device_side, "decode_into", with_another_call_in_flight)
     with pytest.raises(DoubleViolation, match="overwritten"):
         pa_decode(**call)
+
+
+def test_what_is_launched_bumps_no_version_and_serves_engines_in_and_out_of_inference_mode(double):
+    call = valid_call(double, (300, 17))
+    tables = (call["work_plan"].work_info, call["work_plan"].reduce_info, call["output"], call["exp_sums"])
+    before = [table._version for table in tables]
+    plan_of(call["context_lengths"], plan=call["work_plan"])
+    pa_decode(**call)
+    assert [table._version for table in tables] == before
+    with torch.inference_mode():
+        plan = plan_of(call["context_lengths"])
+    plan_of(call["context_lengths"], plan=plan)
+    pa_decode(**call | {"work_plan": plan})
+    assert_right(call)
 
 
 # Recording

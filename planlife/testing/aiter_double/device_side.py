@@ -1,4 +1,8 @@
-"""What the double launches: torch ops without a host read on a GPU, so that every kind of graph records them."""
+"""What the double launches: torch ops without a host read on a GPU, so that every kind of graph records them.
+
+In inference mode and through aliases: a kernel that writes through pointers bumps no `_version`, and asks no tensor how
+it was made.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,7 @@ FAULTS = (
 )
 
 
+@torch.inference_mode()
 def refresh(
     work_info: torch.Tensor,
     reduce_info: torch.Tensor,
@@ -33,6 +38,7 @@ def refresh(
     query_length: int,
     delay_cycles: int,
 ) -> None:
+    work_info, reduce_info = _by_pointer(work_info), _by_pointer(reduce_info)
     if delay_cycles and lengths.is_cuda:
         # Who reads without an order behind this refresh finds tables that no lengths make.
         work_info.fill_(-1)
@@ -48,6 +54,7 @@ def refresh(
     )
 
 
+@torch.inference_mode()
 def decode(
     call: CheckedCall,
     output: torch.Tensor,
@@ -64,14 +71,16 @@ def decode(
     value_scale: Any,
     sinks: torch.Tensor | None,
     token: int,
+    finite_tails: bool,
 ) -> torch.Tensor:
     """Decode what the tables say, and return which of FAULTS there are: bool[len(FAULTS)].
 
-    token: of this call, written into the scratch slots that it uses.
+    token: of this call, written into the scratch slots that it uses. finite_tails: whether to look at V's.
     """
-    found = faults(call, value_cache, lengths, block_tables, work_info, reduce_info)
+    found = faults(call, value_cache, lengths, block_tables, work_info, reduce_info, finite_tails)
     is_used = (work_info[:, 1] < work_info[:, 2])[None, :, None]
-    *stats, partials = scratch
+    output = _by_pointer(output)
+    *stats, partials = map(_by_pointer, scratch)
     for stat in stats:
         stat.masked_fill_(is_used, token)
     partials.masked_fill_(is_used[..., None], token % 128)
@@ -106,6 +115,7 @@ def faults(
     block_tables: torch.Tensor,
     work_info: torch.Tensor,
     reduce_info: torch.Tensor,
+    finite_tails: bool,
 ) -> torch.Tensor:
     """All FAULTS but the last, from the tables and the lengths of this call."""
     shape, rows = call.shape, lengths.shape[0]
@@ -149,7 +159,7 @@ def faults(
             is_foreign.any(),
             is_long.any(),
             (is_owned & ~is_page).any(),
-            _has_bad_tail(call, value_cache, lens, block_tables),
+            _has_bad_tail(call, value_cache, lens, block_tables) if finite_tails else is_stale.new_zeros(()),
         )
     )
 
@@ -174,6 +184,12 @@ def _has_bad_tail(
     positions = last[:, None] * page + torch.arange(page, device=lens.device)
     is_tail = (positions >= lens[:, None]) & (lens > 0)[:, None]
     return (is_tail & ~is_finite).any()
+
+
+def _by_pointer(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, without a version."""
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _floor_div(numerator: torch.Tensor, denominator: torch.Tensor | int) -> torch.Tensor:

@@ -63,6 +63,7 @@ class AiterDouble:
         device_type: str = "cpu",
         native_bf16: bool = True,
         on_violation: str = "raise",
+        finite_tails: bool = True,
         private_scratch: bool = False,
         refresh_delay_cycles: int = 200_000,
     ) -> None:
@@ -80,7 +81,7 @@ class AiterDouble:
         self.violations: list[str] = []
         self.refreshes = self.decodes = self.plans_made = 0
         self._raises = on_violation == "raise"
-        self._private_scratch = private_scratch
+        self._finite_tails, self._private_scratch = finite_tails, private_scratch
         self._delay_cycles = refresh_delay_cycles
         self._lock = threading.Lock()
         self._tokens = itertools.count(1)
@@ -186,7 +187,7 @@ class AiterDouble:
             self._decode_and_judge,
             *(call, c.output, c.query, c.key_cache, c.value_cache, c.context_lengths, c.block_tables, c.softmax_scale),
             *(c.work_plan.work_info, c.work_plan.reduce_info, scratch, c.key_scale, c.value_scale, c.sinks),
-            next(self._tokens) % _TOKENS,
+            *(next(self._tokens) % _TOKENS, self._finite_tails),
         )
 
     def _can_use(self, **given: Any) -> bool:
@@ -255,6 +256,8 @@ class AiterDouble:
         )
         work_info = torch.empty((capacity, 4), dtype=torch.int32, device=device)
         reduce_info = torch.empty((rows, 2), dtype=torch.int32, device=device)
+        if lengths.is_cuda:
+            self._counter(device)  # here, and not in the first decode: that may be recorded
         self.plans_made += 1
         window_fields = (window, query_length) if self._text.has_window else ()
         return self.plan_class(work_info, reduce_info, kv_heads, cap, *window_fields)
@@ -313,13 +316,15 @@ class AiterDouble:
     def _decode_and_judge(self, call: CheckedCall, output: torch.Tensor, *rest: Any) -> None:
         found = device_side.decode(call, output, *rest)
         if output.is_cuda:
-            self._counter(output.device).add_(found)
+            with torch.inference_mode():
+                self._counter(output.device).add_(found)
         else:
             self._judge(found.tolist(), "")
 
     def _counter(self, device: torch.device) -> torch.Tensor:
         if device not in self._counters:
-            self._counters[device] = torch.zeros(len(device_side.FAULTS), dtype=torch.int64, device=device)
+            with torch.inference_mode(False):
+                self._counters[device] = torch.zeros(len(device_side.FAULTS), dtype=torch.int64, device=device)
         return self._counters[device]
 
     def _judge(self, found: list[bool], where: str) -> None:
@@ -378,6 +383,7 @@ def aiter_double(**settings: Any) -> Iterator[AiterDouble]:
     arch, num_cu: the machine. generation: a name of GENERATIONS or STRANGERS. optional: names of OPTIONAL that this
     library has (None: all of them in "newer", else none). device_type: "cpu" or "cuda", whose tensors count as the
     GPU's. native_bf16: whether G2 and G3 take BF16 caches on gfx942 and gfx950. on_violation: "raise" or "record".
+    finite_tails: whether V must be finite behind a row's last token; False for tests that poison what no row owns.
     private_scratch: whether live plans must not share scratch, even one after another. refresh_delay_cycles: on a GPU,
     how long a refresh leaves poison in the tables, so that a decode that is not ordered behind it is caught.
 
