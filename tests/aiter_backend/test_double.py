@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -1092,6 +1093,8 @@ def test_a_newer_library_has_parameters_that_nobody_knows_and_takes_calls_withou
         assert_right(call)
         with pytest.raises(ValueError, match="nobody"):
             pa_decode(**call, task_order="long first")
+        with pytest.raises(ValueError, match="nobody"):
+            plan_of(call["context_lengths"], task_order="long first")
 
 
 @pytest.mark.parametrize(
@@ -1119,6 +1122,8 @@ def test_signatures_are_those_of_an_installed_aiter():
         ours = signature(GENERATIONS[name], **options).parameters.values()
         theirs = inspect.signature(getattr(module, function)).parameters.values()
         assert [(p.name, p.kind, p.default) for p in theirs] == [(p.name, p.kind, p.default) for p in ours]
+    fields = [field.name for field in dataclasses.fields(module.PADecodePlan)]
+    assert fields == [field.name for field in dataclasses.fields(AiterDouble(generation=name).plan_class)]
 
 
 def test_the_launches_go_through_the_seam_of_emulated_graphs(double):

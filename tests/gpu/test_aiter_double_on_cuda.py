@@ -91,6 +91,31 @@ def test_a_replay_over_a_stale_plan_is_told_at_the_next_check(double):
     double.check()  # told once
 
 
+def test_leaving_a_double_judges_what_was_not_asked_for():
+    with pytest.raises(DoubleViolation, match="not refreshed"):
+        with aiter_double(num_cu=256, device_type="cuda") as double:
+            call = valid_call(double, (300, 17), device="cuda")
+            call["context_lengths"].copy_(lens_of(300, 18))
+            pa_decode(**call)
+
+
+def test_a_plan_made_in_inference_mode_is_refreshed_and_recorded_outside_it(double):
+    call = valid_call(double, (300, 17), device="cuda")
+    with torch.inference_mode():
+        call["work_plan"] = plan_of(call["context_lengths"])
+        pa_decode(**call)
+    versions = [call[name]._version for name in ("output", "exp_sums")]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan_of(call["context_lengths"], plan=call["work_plan"])
+        pa_decode(**call)
+    call["context_lengths"].copy_(lens_of(301, 0))
+    graph.replay()
+    assert [call[name]._version for name in ("output", "exp_sums")] == versions
+    assert_right(call)
+    double.check()
+
+
 def test_a_first_use_and_an_allocation_in_a_capture_are_violations(double):
     call = valid_call(double, device="cuda")
     for change, message in (({}, "first use"), ({"exp_sums": None}, "allocation")):
