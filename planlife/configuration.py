@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from inspect import Parameter, signature
@@ -148,14 +149,20 @@ def _triton_absence() -> Sequence[str]:
     wanted = ".".join(map(str, _LEAST_TRITON))
     try:
         import triton
-    except ImportError as error:
+    except Exception as error:  # a library of another build fails with whatever it likes, and is not here either
         return (
-            f"'triton' needs the package triton >= {wanted}, which cannot be imported here ({error}); "
-            "pip install 'planlife[triton]', or pass 'torch'",
+            f"'triton' needs the package triton >= {wanted}, which cannot be imported here "
+            f"({type(error).__name__}: {error}); pip install 'planlife[triton]', or pass 'torch'",
         )
-    found = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if found < _LEAST_TRITON:
-        return (f"'triton' needs the package triton >= {wanted}, and {triton.__version__} is here; upgrade it",)
+    version = getattr(triton, "__version__", None)  # a folder of that name can be imported too
+    if version is None:
+        return (
+            f"'triton' needs the package triton >= {wanted}, and what is imported under its name is another thing "
+            f"({triton!r}); pip install 'planlife[triton]', or pass 'torch'",
+        )
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or tuple(map(int, found.groups())) < _LEAST_TRITON:
+        return (f"'triton' needs the package triton >= {wanted}, and {version} is here; upgrade it",)
     return ()
 
 

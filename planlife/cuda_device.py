@@ -34,14 +34,18 @@ class _Watch:
         self.is_gone = False
 
 
-#: By the address of their word. Of all devices: a graph may outlive its manager and its device.
-_watches: dict[int, _Watch] = {}
+#: Of all devices: a graph may outlive its manager and its device.
+_watches: set[_Watch] = set()
 
 
 def drop_what_is_gone() -> None:
     """Let go of what graphs kept that are gone by now, also those of managers that were dropped. Takes no lock."""
-    for address, watch in list(_watches.items()):
-        if watch.word and _watches.pop(address, None) is not None:  # another thread may be here too
+    for watch in list(_watches):
+        if watch.word:
+            try:
+                _watches.remove(watch)
+            except KeyError:  # another thread took it; the word may be another watch's by now
+                continue
             watch.is_gone = True
             watch.keep = None
             use_again(watch.word)
@@ -205,7 +209,7 @@ class CudaDevice(TorchDevice):
         else:
             self._finalize(watch)
         queue.watches.append(watch)
-        _watches[watch.word.address] = watch
+        _watches.add(watch)
         return capture.capture_id
 
     def _finalize(self, watch: _Watch) -> None:
@@ -259,9 +263,11 @@ class CudaDevice(TorchDevice):
                         failure = error
                         raise
             except BaseException as error:
-                if capture_id:  # else it never began: the graph may hold an earlier capture, which stays
-                    self._abandon(graph, capture_id, capture_stream)
-                torch.cuda.set_stream(home)
+                try:
+                    if capture_id:  # else it never began: the graph may hold an earlier capture, which stays
+                        self._abandon(graph, capture_id, capture_stream)
+                finally:
+                    torch.cuda.set_stream(home)
                 # The end of an invalidated capture raises too; what the body raised says why.
                 if failure is None or failure is error:
                     raise
@@ -292,8 +298,8 @@ class CudaDevice(TorchDevice):
         self._fire(graph)
         # Never launched, it is destroyed by now; the driver tells so in a moment.
         deadline = time.monotonic() + _FAILED_CAPTURE_WAIT_S
-        watches = [watch for watch in list(_watches.values()) if watch.capture_id == capture_id]
-        while time.monotonic() < deadline and not all(watch.word and watch.queue for watch in watches):
+        watches = [watch for watch in list(_watches) if watch.capture_id == capture_id]
+        while time.monotonic() < deadline and not all(map(_is_told, watches)):
             time.sleep(0)
 
     def capture_of(self, graph: torch.cuda.CUDAGraph) -> int | None:
@@ -348,6 +354,11 @@ class CudaDevice(TorchDevice):
                 reader.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 reader.event.record(torch.cuda.current_stream(self._index))
         return words
+
+
+def _is_told(watch: _Watch) -> bool:
+    """The driver has posted both words of a watch; another thread may have taken either by now."""
+    return (watch.is_gone or bool(watch.word)) and (bool(watch.queue) or watch not in watch.queue.watches)
 
 
 def _post(*words: Word) -> None:

@@ -136,6 +136,8 @@ class Runtime:
 
     def is_capturing(self, stream: int) -> bool:
         """Whether `stream` records, whichever thread began it."""
+        if not stream:
+            return False  # the default stream cannot, and asking it is an error while another one does
         status = ctypes.c_int()
         self._check(self._is_capturing(stream, ctypes.byref(status)), "asking a stream whether it records")
         return bool(status.value)

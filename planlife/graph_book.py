@@ -20,7 +20,8 @@ _UNREAD = "its layers take another kernel or plan. Pass the StepPlan that was ma
 class GraphBook:
     """Owns: the records of all recorded graphs, and through them every pin. References no graph.
 
-    The caller holds the manager's lock around `pin`, `note_*`, `bind`, `release`, `release_gone` and `record_for`.
+    The caller holds the manager's lock around `pin`, `note_*`, `bind`, `unbind`, `release`, `release_gone` and
+    `record_for`.
     """
 
     def __init__(
@@ -63,6 +64,10 @@ class GraphBook:
                     logger.warning("%s: %s", str(read), reason)  # a log record must not hold a plan
         record.bind(g)
         self._by_graph[g] = record
+
+    def unbind(self, g: Graph) -> None:
+        """`g` was emptied and stands for no capture; the pins of the one it held go when the device is done."""
+        self._by_graph.pop(g, None)
 
     def adopted(self, g: Graph) -> GraphRecord:
         """The record of the finished capture that `g` holds; empty if that capture touched no plan.

@@ -95,7 +95,8 @@ class PlanManager:
     budget_bytes that holds not even one call), BackendUnavailableError where a named backend or device is not here.
     After close() whatever would plan, decode or change something raises ClosedError; with sanitize="raise" it may raise
     StalePlanError about an earlier decode.
-    Threads: every method may be called from any thread. Allocates: no buffer before the first capture phase.
+    Threads: every method may be called from any thread, none from a __del__ or a finaliser. Allocates: no buffer before
+    the first capture phase.
     """
 
     def __init__(
@@ -563,17 +564,21 @@ class PlanManager:
                     self._graphs.pin(mark.capture_id, plan, slot.arena)
                 self._count_lookup(was_resident)
                 pair = plan.pair
+                if why is None and pair is not None:
+                    tables = pair.in_graph if mark.capture_id else pair.eager
+                    found = tables.mark
+                    is_same = found is not None and slot.spec.shared_lengths and self._is_same(found, step, mark)
+                    if not (is_same or mark.capture_id):
+                        self._order(plan)
             if why is not None or pair is None:
                 return self._fall_back(slot, mark, why or Why("evicted", "evicted by another thread"))
-            tables = pair.in_graph if mark.capture_id else pair.eager
-            found = tables.mark
-            if found is not None and slot.spec.shared_lengths and self._is_same(found, step, mark):
+            if found is not None and is_same:
                 mark = found
                 with self._lock:
                     self._counters.refreshes_skipped += 1
                 refreshed = False
             else:
-                self._refresh(plan, tables, mark)
+                self._refresh(tables, mark)
                 refreshed = True
             step_plan = StepPlan(slot, "planned", "", mark.rows, mark, plan, bool(mark.capture_id))
             if mark.capture_id:
@@ -662,11 +667,12 @@ class PlanManager:
                 plan.reason,
             )
 
-    def _refresh(self, plan: Plan, tables: Tables, mark: Mark) -> None:
-        """Launch the planner over the mark's lengths and publish the mark; a failed launch leaves no mark."""
+    def _refresh(self, tables: Tables, mark: Mark) -> None:
+        """Launch the planner over the mark's lengths and publish the mark; a failed launch leaves no mark.
+
+        The tables were taken and ordered under the manager's lock (`_order`).
+        """
         tables.set_mark(None)
-        if not mark.capture_id:
-            self._order(plan)
         lens = mark.lens
         for first_row, end_row, native in tables.views[0]:
             rows = min(mark.rows, end_row) - first_row
@@ -685,6 +691,8 @@ class PlanManager:
 
         All uses of a buffer are in one order, whatever their streams: a refresh waits for the decodes of the step
         before too, and a freed block has one stream to wait for. A recording launches nothing: its replays are ordered.
+
+        The manager's lock is held, since the buffer was taken: whoever evicts it then frees it behind this stream.
         """
         stream = self._current_stream()
         if item.stream != stream:
@@ -718,7 +726,7 @@ class PlanManager:
         assert pair is not None
         if pair.eager.mark is not mark:
             self._check_unmoved(plan, mark, pair.eager)
-            self._refresh(item, pair.eager, mark)
+            self._refresh(pair.eager, mark)
         return pair.eager, scratch
 
     def _settle_recording(self, plan: StepPlan, item: Plan, mark: Mark, capture_id: int) -> tuple[Tables, Any]:
@@ -738,7 +746,7 @@ class PlanManager:
                         "refreshed them, and they were refreshed since. Call plan_for inside this recording."
                     )
                 self._check_unmoved(plan, mark, tables)
-                self._refresh(item, tables, mark)
+                self._refresh(tables, mark)
                 refreshed = True
         else:
             tables = pair.eager
@@ -955,8 +963,9 @@ class PlanManager:
     def graph(self, g: Graph | None = None, **options: Any) -> Iterator[Graph]:
         """Record the body into a graph and pin what it touches; yields the graph.
 
-        g: None makes one; a graph recorded before is reset first, then its pins go. options: as torch.cuda.graph takes.
-        A body that raises leaves the graph empty and its pins gone. On a CPU the graph is a planlife EmulatedGraph.
+        g: None makes one; a graph recorded before is reset first, and its pins go once its last replay is over.
+        options: as torch.cuda.graph takes. A body that raises leaves the graph empty and its pins gone. On a CPU the
+        graph is a planlife EmulatedGraph.
 
         Raises RouteError while this stream records already, and what the body raises. Syncs, Allocates: as the graph
         type does.
@@ -970,7 +979,9 @@ class PlanManager:
         recording = self._device.record(g, **options)  # first: an option that does not exist must not cost the graph
         if is_known:
             self._device.reset(g)
-            self.release(g)
+            with self._lock:
+                self._graphs.unbind(g)
+            self._drain()  # not a release: its last replay may be in flight, and then its pins stay until that is over
         try:
             with recording:
                 with self._lock:
@@ -1113,7 +1124,7 @@ class PlanManager:
                 with read.plan.lock:
                     assert read.plan.pair is not None, "a pinned plan lost its buffer"
                     if read.plan.pair.eager.mark is not _EMPTY:
-                        self._refresh(read.plan, read.plan.pair.eager, _EMPTY)
+                        self._refresh(read.plan.pair.eager, _EMPTY)
         for read, one in matches:
             plan = read.plan
             if plan is None or not read.captured:
@@ -1146,6 +1157,9 @@ class PlanManager:
 
     def release(self, g: Graph) -> None:
         """Promise that g is not replayed again: its pins go. Also automatic when g is reset or collected.
+
+        Automatic is safer: the pins then wait for replays in flight, also for those on streams that no guard or replay
+        was called on. release() does not: such replays must be over.
 
         Nothing happens for a graph that is not known here, or no longer. Raises ConfigError for what is no graph.
         Capture: yes. Syncs: no. Allocates: no.

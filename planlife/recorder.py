@@ -25,6 +25,7 @@ class Recorder:
     def __init__(self, manager: PlanManager, path: str | os.PathLike[str]) -> None:
         self._manager = manager
         self._plan_for = manager.plan_for
+        self._hidden = vars(manager).get("plan_for")  # another recorder's, which may still run
         self._lock = threading.Lock()
         self._writer: StepLogWriter | None = StepLogWriter(path)
         self._last_mark: dict[tuple[str, int], Mark | None] = {}
@@ -34,15 +35,14 @@ class Recorder:
     def _note_and_plan(self, step: Step) -> StepPlan | OffPlan:
         plan = self._plan_for(step)
         if self._writer is not None and not plan.captured:
-            self._note(plan)
+            self._note(step, plan)
         return plan
 
-    def _note(self, plan: StepPlan | OffPlan) -> None:
+    def _note(self, step: Step, plan: StepPlan | OffPlan) -> None:
         key = (plan.site, plan.ubatch)
-        now_us = time.monotonic_ns() // 1000
         with self._lock:
-            # A mark is one step's, as long as it lives; the manager holds the last one of each (site, ubatch) too.
-            if self._writer is None or (plan.mark is not None and self._last_mark.get(key) is plan.mark):
+            now_us = time.monotonic_ns() // 1000  # under the lock, or another thread's step may be noted as later
+            if self._writer is None or _is_again(step, plan, self._last_mark.get(key)):
                 return
             self._last_mark[key] = plan.mark
             rows = 0 if plan.route == "dummy" else plan.rows
@@ -52,6 +52,7 @@ class Recorder:
                 self._writer.add(dt_us, rows, plan.site, plan.ubatch)
             except OSError as error:
                 logger.error("recording ended: the step log cannot be written: %s", error)
+                self._writer.abandon()
                 self._writer = None
 
     def close(self) -> None:
@@ -59,7 +60,13 @@ class Recorder:
         with self._lock:
             writer, self._writer = self._writer, None
         if vars(self._manager).get("plan_for") == self._note_and_plan:
-            del self._manager.plan_for
+            hidden = self._hidden
+            while isinstance(below := getattr(hidden, "__self__", None), Recorder) and below._writer is None:
+                hidden = below._hidden
+            if hidden is None:
+                del self._manager.plan_for
+            else:
+                self._manager.plan_for = hidden  # type: ignore[method-assign]
         if writer is not None:
             writer.close()
 
@@ -70,6 +77,18 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _is_again(step: Step, plan: StepPlan | OffPlan, last: Mark | None) -> bool:
+    """Whether the step that was noted last, with this mark, is planned once more."""
+    mark = plan.mark
+    if mark is None or last is None:
+        return False
+    # A mark is one step's, as long as it lives; the manager holds the last one of each (site, ubatch) too. Dummies and
+    # steps that fell back for want of room may get a new one each time they are asked for.
+    return mark is last or (
+        plan.route != "planned" and last.difference(step, mark.rows, mark.address, mark.version) is None
+    )
 
 
 def record(manager: PlanManager, path: str | os.PathLike[str] = "steps.jsonl.gz") -> Recorder:

@@ -77,6 +77,7 @@ class Residency:
         for victim in victims:
             self.store.evict(victim, tombstone)
         buffers: list[Any] = []
+        contents: list[Any] = []
         stream = self._device.current_stream()
         try:
             for item in items:
@@ -85,8 +86,9 @@ class Residency:
             if is_new:
                 self._compile(plan, in_phase=in_phase)
         except BaseException as error:
-            for buffer in buffers:
-                self._device.free(buffer, stream)
+            contents.clear()
+            while buffers:  # none is held while the victims come back: there may be room for one of both only
+                self._device.free(buffers.pop(), stream)
             self._bring_back(victims, order)
             if isinstance(error, MemoryError):
                 raise NoRoomError(

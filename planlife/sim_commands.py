@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -15,6 +17,7 @@ from rich.table import Table
 
 from .errors import ConfigError
 from .options import byte_count, progress_bar
+from .trace_file import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
 #: Arguments of the library that the command line spells with dashes.
 RENAMED_OPTIONS = ("max_rows", "kv_tokens", "prefill_tokens", "draft_tokens", "max_context_tokens", "num_compute_units")
+
+_MAX_ROWS = 1 << 20
 
 _Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -53,7 +58,7 @@ def _step_times(context: click.Context, parameter: click.Parameter, value: str |
             pairs = [part.partition("=") for part in value.split(",")]
             return {name.strip(): float(number) for name, _, number in pairs}
         loaded = json.loads(Path(value).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise click.BadParameter(f"{value!r}: {error}") from None
     if type(loaded) is not dict:
         raise click.BadParameter(f"{value!r} must hold an object of numbers.")
@@ -75,7 +80,7 @@ _TRACE_OPTIONS = _options(
         help="A request trace (CSV or JSON Lines), or a step log that planlife.record wrote; plain or gzip.",
     ),
     click.option(
-        "--max-rows", type=click.IntRange(1, 1 << 20), metavar="N",
+        "--max-rows", type=click.IntRange(1, _MAX_ROWS), metavar="N",
         help="Most sequences that the engine runs at once (max_num_seqs). For a request trace 256 unless given, for a "
         "step log its largest count.",
     ),
@@ -120,7 +125,8 @@ _SPEC_OPTIONS = _options(
         "--num-compute-units", type=click.IntRange(min=1), default=256, show_default=True,
         help="The device's SM or CU count: 132 on an H200, 256 on an MI355X.",
     ),
-    click.option("--ubatches", type=click.IntRange(min=1), metavar="N", help="Micro-batches; the log's unless given."),
+    click.option("--ubatches", type=click.IntRange(1, 1024), metavar="N",
+                 help="Micro-batches; the log's unless given."),
     click.option("--engine", type=click.Choice(["vllm", "sglang", "nano-vllm"]), default="vllm", show_default=True,
                  help="Whose default capture sizes to compare with."),
 )  # fmt: skip
@@ -149,6 +155,19 @@ def _progress(total: int, text: str) -> Iterator[Callable[..., None]]:
         yield update
 
 
+def _check_outputs(source: str, outputs: Mapping[str, str | None]) -> None:
+    """Before anything is read or written: what cannot be written, or would be lost. Raises OSError, ConfigError."""
+    taken = {os.path.realpath(source): "what is read"}
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        if not Path(path).parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        clash = taken.setdefault(os.path.realpath(path), option)
+        if clash != option:
+            raise ConfigError(f"{option} {path!r} would overwrite {clash}: give it a name of its own.")
+
+
 def _specs_from(path: str, names: Sequence[str], trace: str) -> dict[str, PlanSpec]:
     """The specs of a file of sites that a log names; a request trace has one site, whatever it is called."""
     from .sites import read_sites
@@ -168,14 +187,19 @@ class _Case:
     def __init__(self, trace: str, options: dict[str, Any]) -> None:
         from .sim.compare import Requests, open_source, survey
         from .sim.engine import Engine, StepTimes
+        from .sites import read_sites
         from .spec import PlanSpec
 
         times = options["step_time"]
         unknown = sorted(times.keys() - {field.name for field in fields(StepTimes)})
         if unknown:
             raise ConfigError(f"--step-time has no {unknown[0]}: give {', '.join(f.name for f in fields(StepTimes))}.")
+        longest_tokens: int = options["max_context_tokens"]
+        if options["sites_path"] is not None:
+            longest_tokens = min(spec.max_context_tokens for spec in read_sites(options["sites_path"]).specs.values())
         engine = Engine(
             max_rows=options["max_rows"] or 256,
+            max_context_tokens=longest_tokens,
             times=StepTimes(**times),
             **{
                 name: options[name]
@@ -187,7 +211,12 @@ class _Case:
         with _progress(0, "reading the trace") as update:
             self.survey: Survey = survey(self.source, update)
         if not any(self.survey.rows):
-            raise ConfigError(f"trace {trace!r} has no step with rows: there is nothing to plan.")
+            left_out = self._left_out()
+            raise ConfigError(
+                f"trace {trace!r} has no step with rows: there is nothing to plan{left_out and f' ({left_out})'}."
+            )
+        if max(self.survey.rows) > _MAX_ROWS:
+            raise ConfigError(f"trace {trace!r} has a step of {max(self.survey.rows):,} rows, above {_MAX_ROWS:,}.")
         self.max_rows: int = options["max_rows"] or max(self.survey.rows)
         self.engine_name: str = options["engine"]
         self.ubatches: int = options["ubatches"] or self.survey.ubatches
@@ -220,9 +249,14 @@ class _Case:
                 f", of {run.num_requests:,} requests served by a simulated engine (busy {run.busy_us / 1e6:,.0f} s; "
                 f"a request waited {run.waited_us / max(run.num_requests, 1) / 1e6:,.1f} s on average)"
             )
-            if run.num_too_long:
-                text += f"; {run.num_too_long:,} requests that the KV pool could never hold were left out"
-        return text + "."
+            text += "; " * bool(run.num_too_long) + self._left_out()
+        return printable(text) + "."
+
+    def _left_out(self) -> str:
+        run = getattr(self.source, "run", None)
+        if run is None or not run.num_too_long:
+            return ""
+        return f"{run.num_too_long:,} requests longer than the KV pool or the longest context were left out"
 
     def to_dict(self) -> dict[str, Any]:
         found = self.survey
@@ -288,12 +322,17 @@ def simulate(
     from .sim.costs import COSTS
     from .sim.policy import standard_policies
 
+    _check_outputs(trace, {"--html": html, "--png": png, "--steps-out": steps_out})
     case = _Case(trace, options)
     if steps_out is not None:
         from .step_log import StepLogWriter
 
-        with StepLogWriter(steps_out) as writer:
-            writer.add_blocks(case.source.blocks())
+        num_written = 0
+        with StepLogWriter(steps_out) as writer, _progress(case.survey.num_steps, "writing the steps") as update:
+            for block in case.source.blocks():
+                writer.add_blocks([block])
+                num_written += len(block.rows)
+                update(num_written)
     policies = standard_policies(
         case.survey.rows,
         num_classes=num_classes,
@@ -448,7 +487,9 @@ def _write(
     from .sim.pictures import save_png
 
     if html:
-        Path(html).write_text(page_html(title, lead, figures, tables, notes, code), encoding="utf-8")
+        Path(html).write_text(
+            page_html(title, lead, figures, tables, notes, code), encoding="utf-8", errors="backslashreplace"
+        )
     if png:
         save_png([figure for _, figure in figures], png)
     for path in (html, png):
@@ -482,11 +523,13 @@ def fit_ladder(
 
     if (num_classes is None) == (budget_bytes is None):
         raise ConfigError("give either --classes K or --budget BYTES.")
+    _check_outputs(trace, {"--html": html, "--png": png})
     case = _Case(trace, options)
     fitter = Fitter(
         case.survey.rows, case.max_rows, case.sites, ubatches=case.ubatches, num_compute_units=case.num_compute_units
     )
-    fitted = fitter.fit(num_classes) if num_classes is not None else fitter.fit_bytes(budget_bytes or 0)
+    with _progress(0, "fitting") as update:
+        fitted = fitter.fit(num_classes) if num_classes is not None else fitter.fit_bytes(budget_bytes or 0, update)
     of_engine, _ = engine_ladder(case.engine_name, case.max_rows)
     others = [
         fitter.judge("powers of two", CapacityLadder.powers_of_two(case.max_rows)),
@@ -568,8 +611,9 @@ def report(file: str, as_json: bool, html: str | None, png: str | None) -> None:
     """
     from .sim.report_file import read_report
 
+    _check_outputs(file, {"--html": html, "--png": png})
     found = read_report(file)
-    click.echo(found.to_json() if as_json else str(found))
+    click.echo(found.to_json() if as_json else "\n".join(map(printable, str(found).split("\n"))))
     if html or png:
         from .sim import pictures
         from .sim.page import table_html

@@ -77,6 +77,13 @@ def _text(raw_line: bytes) -> str:
         raise Refused(f"no UTF-8 text (byte {raw_line[error.start]:#04x}): this is no trace") from None
 
 
+def printable(text: str) -> str:
+    """What comes from a file, to be shown: control characters, lone surrogates and their like as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def refuse(what: str, found: object, wanted: str) -> NoReturn:
     """Raise Refused for a value, shown in at most 60 characters."""
     shown = repr(found)

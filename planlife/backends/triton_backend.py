@@ -8,7 +8,15 @@ from typing import Any
 import torch
 
 from ..kernels.triton_decode import compile_decode, decode_into
-from ..kernels.triton_planner import IS_INTERPRETED, Sanitizer, Tables, plan_numbers, planner_for, prepare_planners
+from ..kernels.triton_planner import (
+    IS_INTERPRETED,
+    IS_MIXED,
+    Sanitizer,
+    Tables,
+    plan_numbers,
+    planner_for,
+    prepare_planners,
+)
 from ..planner import default_workgroup_budget, spec_capacity
 from ..spec import PlanSpec, check_int
 from .torch_backend import TorchPlan, as_host_float, check_scales, partials_bytes, refuse_numbers, table_ends
@@ -129,6 +137,11 @@ class TritonBackend:
 
 def _refuse_device(name: str) -> list[str]:
     """Why Triton, as it was imported, runs nothing on this device."""
+    if IS_MIXED:
+        return [
+            "TRITON_INTERPRET was changed after something imported triton, so that half of it is interpreted; set it "
+            "or unset it before anything imports triton, or pass 'torch'"
+        ]
     if IS_INTERPRETED:
         if name == "cpu":
             return []

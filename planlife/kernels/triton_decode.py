@@ -269,6 +269,8 @@ def _decode_tasks(
             else:
                 output = tl.dot(weights, v, output, input_precision="ieee")
 
+    # A part whose logits are all NaN is not empty, though no maximum saw it.
+    maximum = tl.where(total == total, maximum, 0.0)
     tl.store(maxima + part, tl.where(maximum == float("-inf"), maximum, maximum - SHIFT), mask=is_row)
     tl.store(sums + part, total, mask=is_row)
     tl.store(
@@ -448,9 +450,10 @@ _FP8_BIASES = {"float8_e4m3fn": 7, "float8_e4m3fnuz": 8}
 _FP8_NAMES = {"float8_e4m3fn": "fp8e4nv", "float8_e4m3fnuz": "fp8e4b8"}
 
 
-def _takes_natively(kv_dtype: str) -> bool:
-    """Whether the compiler for the current device knows this FP8 type."""
-    target = triton.runtime.driver.active.get_current_target()
+def _takes_natively(kv_dtype: str, device: str) -> bool:
+    """Whether the compiler for that device knows this FP8 type: GPUs of one process may differ."""
+    with torch.cuda.device(device):
+        target = triton.runtime.driver.active.get_current_target()
     options = triton.compiler.make_backend(target).parse_options({})
     return _FP8_NAMES[kv_dtype] in options.supported_fp8_dtypes
 
@@ -458,7 +461,7 @@ def _takes_natively(kv_dtype: str) -> bool:
 class _PreparedDecode:
     """The kernels of one spec on one device, compiled.
 
-    Raises what Triton raises if none of the spec's tiles fits the device. Syncs: may. Allocates: code on the device.
+    Raises MintError if none of the spec's tiles fits the device. Syncs: may. Allocates: code on the device.
     """
 
     def __init__(self, spec: PlanSpec, device: torch.device) -> None:
@@ -470,14 +473,19 @@ class _PreparedDecode:
                 return
             except triton.runtime.errors.OutOfResources as error:
                 too_large = error
-        raise too_large
+        raise MintError(
+            f"no tile of the Triton decode of head_dim {spec.head_dim} and {spec.kv_dtype} fits {device}: {too_large}. "
+            "Pass backend='torch'."
+        ) from too_large
 
     def _prepare(self, spec: PlanSpec, device: str, tiles: _Tiles) -> None:
         is_interpreted = _DECODE_TASKS.is_interpreted
         q_dtype, kv_dtype = getattr(torch, spec.q_dtype), getattr(torch, spec.kv_dtype)
         is_fp8 = spec.kv_dtype in FP8_DTYPES
         fp8_bias = (
-            _FP8_BIASES[spec.kv_dtype] if is_fp8 and (is_interpreted or not _takes_natively(spec.kv_dtype)) else 0
+            _FP8_BIASES[spec.kv_dtype]
+            if is_fp8 and (is_interpreted or not _takes_natively(spec.kv_dtype, device))
+            else 0
         )
         if fp8_bias:
             kv_dtype = torch.uint8
@@ -668,7 +676,8 @@ def compile_decode(spec: PlanSpec, device: str) -> int:
 
     device: "cpu" under TRITON_INTERPRET=1, else "cuda:0" and so on, with its index.
 
-    Raises what Triton raises. Capture: no. Syncs: may. Allocates: code on the device.
+    Raises MintError where the device is too small for it, and what Triton raises. Capture: no. Syncs: may. Allocates:
+    code on the device.
     """
     key = spec, torch.device(device)
     if key in _PREPARED:

@@ -78,7 +78,9 @@ class Kernel:
                 return True
             with torch.cuda.device(device):
                 compiled = self._function.warmup(*dtypes, *self._numbers, *values, grid=(1, 1, 1), **constants)
-                _ = compiled.run  # loads the code, which a recording stream may refuse
+                # Loads the code, which a recording stream may refuse. Not `.run`, which only the first time says that
+                # the device is too small: another spec may have met this kernel before.
+                _ = compiled[(1, 1, 1)]
                 self._launches[key] = _CompiledLaunch(compiled, torch.cuda.current_device(), values)
             return True
 

@@ -372,6 +372,8 @@ _INT32, _INT64 = torch.int32, torch.int64
 
 #: TRITON_INTERPRET was set when Triton was imported: kernels take CPU tensors, and no others.
 IS_INTERPRETED: bool = _plan_rows.is_interpreted
+#: It was set or unset between the import of Triton and ours: our kernels cannot call Triton's functions.
+IS_MIXED: bool = isinstance(tl.sum, triton.JITFunction) == IS_INTERPRETED
 
 
 class PlanNumbers(NamedTuple):

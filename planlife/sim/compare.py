@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +19,7 @@ from ..ladder import CapacityLadder
 from ..spec import PlanSpec
 from ..step_log import StepBlock, is_step_log, stream_step_log
 from ..trace import stream_trace
+from ..trace_file import TraceError
 from .costs import COSTS, Costs
 from .drive import PolicyRun
 from .engine import Engine, EngineRun, run_engine
@@ -65,6 +68,11 @@ class Requests:
 def open_source(path: str | os.PathLike[str], engine: Engine) -> StepLog | Requests:
     """The steps of a step log, or of `engine` serving a request trace; told apart by content. Raises TraceError."""
     name = os.fspath(path)
+    mode = stat.S_IFREG
+    with suppress(OSError, ValueError):  # what is not there is told by whoever reads it
+        mode = os.stat(name).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise TraceError(f"trace {name!r} is a pipe or a device, and is read more than once: save it in a file.")
     return StepLog(name) if is_step_log(name) else Requests(name, engine)
 
 
@@ -149,7 +157,7 @@ def compare(
     total = num_steps * len(policies)
     if num_processes is None:
         pays = num_steps >= _MIN_STEPS_FOR_PROCESSES and len(policies) > 1
-        num_processes = min(_num_cores(), len(policies)) if pays else 1
+        num_processes = min(num_cores(), len(policies)) if pays else 1
     if num_processes > 1:
         return _compare_in_processes(source, policies, setting, num_processes, total, progress)
     results = []
@@ -164,7 +172,8 @@ def compare(
     return results
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

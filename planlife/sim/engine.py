@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -47,7 +48,8 @@ class Engine:
     """An engine's limits.
 
     max_rows: most sequences that decode or prefill together. kv_tokens: tokens that the KV pool holds, None = any; a
-    request is admitted when all its tokens fit, and keeps them to its end. prefill_tokens: most prompt tokens that one
+    request is admitted when all its tokens fit, and keeps them to its end. max_context_tokens: of one request, prompt
+    and output; None = any. prefill_tokens: most prompt tokens that one
     step computes beside its decode rows; longer prompts are chunked. draft_tokens, acceptance: speculative tokens per
     verify step, and how probable it is that one holds if those before it did. speedup: arrivals come this much faster
     than in the trace. seed: of the acceptance.
@@ -57,6 +59,7 @@ class Engine:
 
     max_rows: int = 256
     kv_tokens: int | None = None
+    max_context_tokens: int | None = None
     prefill_tokens: int = 2048
     draft_tokens: int = 0
     acceptance: float = 0.7
@@ -66,15 +69,16 @@ class Engine:
 
     def __post_init__(self) -> None:
         check_int("max_rows", self.max_rows, at_least=1, at_most=1 << 20)
-        if self.kv_tokens is not None:
-            check_int("kv_tokens", self.kv_tokens, at_least=1)
+        for name in ("kv_tokens", "max_context_tokens"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), at_least=1)
         check_int("prefill_tokens", self.prefill_tokens, at_least=1)
         check_int("draft_tokens", self.draft_tokens, at_least=0, at_most=64)
         check_int("seed", self.seed, at_least=0)
-        for name, most in (("acceptance", 1.0), ("speedup", 1e6)):
+        for name, least, most in (("acceptance", 0.0, 1.0), ("speedup", 1e-6, 1e6)):
             value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 <= value <= most or (name == "speedup" and value <= 0):
-                raise ConfigError(f"{name} must be a number in [0, {most:g}], got {value!r}.")
+            if type(value) not in (int, float) or not least <= value <= most:
+                raise ConfigError(f"{name} must be a number in [{least:g}, {most:g}], got {value!r}.")
 
     def to_dict(self) -> dict[str, Any]:
         """All fields by name."""
@@ -112,12 +116,14 @@ class _Prompt:
 def run_engine(requests: Iterable[Request], engine: Engine, run: EngineRun | None = None) -> Iterator[StepBlock]:
     """The decode steps of an engine that serves `requests`, in blocks; memory grows with what runs at once only.
 
-    run: is filled meanwhile. A request that the KV pool could never hold is left out and counted. A step without decode
-    rows plans nothing and is not among the steps; its time is. Whatever policy plans the steps, they are the same: what
-    a policy adds to their time is told apart and does not move arrivals against steps.
+    run: is filled meanwhile. A request that is longer than the KV pool or the longest context is left out and counted.
+    A step without decode rows plans nothing and is not among the steps; its time is. Whatever policy plans the steps,
+    they are the same: what a policy adds to their time is told apart and does not move arrivals against steps.
     """
     run = EngineRun() if run is None else run
     times, chance = engine.times, random.Random(engine.seed)
+    pool_tokens = engine.kv_tokens or math.inf
+    longest_tokens = min(pool_tokens, engine.max_context_tokens or math.inf)
     arrivals = iter(requests)
     next_request = next(arrivals, None)
     waiting: deque[tuple[float, Request]] = deque()
@@ -138,10 +144,10 @@ def run_engine(requests: Iterable[Request], engine: Engine, run: EngineRun | Non
         while waiting and num_rows + len(prompts) < engine.max_rows:
             arrived_us, request = waiting[0]
             need_tokens = request.input_tokens + request.output_tokens
-            if engine.kv_tokens is not None and kv_tokens + need_tokens > engine.kv_tokens:
-                if need_tokens <= engine.kv_tokens:
-                    break
+            if need_tokens > longest_tokens:
                 run.num_too_long += 1
+            elif kv_tokens + need_tokens > pool_tokens:
+                break
             else:
                 kv_tokens += need_tokens
                 run.waited_us += clock_us - arrived_us

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from ..backends.base import Backend
@@ -11,7 +15,11 @@ from ..errors import BudgetTooSmallError
 from ..ladder import CapacityLadder
 from ..manager import PlanManager
 from ..spec import PlanSpec
+from .compare import num_cores
 from .policy import fit_to, fitted_name
+
+#: Below this many counts over all fits, a second process costs more than it saves.
+_MIN_COUNTS_FOR_PROCESSES = 400_000
 
 
 @dataclass(frozen=True)
@@ -75,16 +83,21 @@ class Fitter:
         ladder = fit_to(self._histogram, num_classes, self._max_rows)
         return self.judge(fitted_name(ladder), ladder)
 
-    def fit_bytes(self, budget_bytes: int) -> Choice:
+    def fit_bytes(self, budget_bytes: int, progress: Callable[[int], object] = lambda num_done: None) -> Choice:
         """The fitted ladder of the most classes whose plans and scratch all fit.
 
-        Found by halving, as bytes rise with the classes but for roundings. Raises BudgetTooSmallError.
+        Found by halving, as bytes rise with the classes but for roundings. progress(fits so far).
+
+        Raises BudgetTooSmallError.
         """
         low, high = 0, self.num_counts + 1
         best: Choice | None = None
+        num_fits = 0
         while high - low > 1:
             middle = (low + high) // 2
             choice = self.fit(middle)
+            num_fits += 1
+            progress(num_fits)
             if choice.worst_case_bytes <= budget_bytes:
                 low, best = middle, choice
             else:
@@ -106,11 +119,25 @@ class Fitter:
         if class_counts is None:
             wanted = {count for exponent in range(16) for count in (1 << exponent, 3 << exponent >> 1)}
             class_counts = sorted(count for count in wanted if 0 < count <= min(self.num_counts, 512))
+        wanted_counts = list(class_counts)
         choices = []
-        for num_done, num_classes in enumerate(class_counts, 1):
-            choices.append(self.fit(num_classes))
-            progress(num_done)
+        with self._fits(wanted_counts) as ladders:
+            for num_done, ladder in enumerate(ladders, 1):
+                choices.append(self.judge(fitted_name(ladder), ladder))
+                progress(num_done)
         return choices
+
+    @contextmanager
+    def _fits(self, class_counts: Sequence[int]) -> Iterator[Iterable[CapacityLadder]]:
+        """The fitted ladder of each size, on all cores where there is enough to do."""
+        fit = partial(fit_to, self._histogram, max_rows=self._max_rows)
+        if self.num_counts * len(class_counts) < _MIN_COUNTS_FOR_PROCESSES:
+            yield map(fit, class_counts)
+            return
+        num_processes = min(num_cores(), len(class_counts))
+        # Spawned, not forked: torch may have started threads, which a fork would cut in the middle.
+        with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as pool:
+            yield pool.map(fit, class_counts)
 
 
 def configuration_lines(ladder: CapacityLadder, query_length: int = 1) -> dict[str, str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from ..trace_file import printable
 from .pictures import as_svg
 
 if TYPE_CHECKING:
@@ -45,7 +46,9 @@ p.note {{ color: #444; font-size: .9rem; }}
 def table_html(caption: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A table; every cell is escaped."""
     head = "".join(f'<th scope="col">{escape(str(cell))}</th>' for cell in header)
-    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>\n" for row in rows)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(printable(str(cell)))}</td>" for cell in row) + "</tr>\n" for row in rows
+    )
     return (
         f'<div class="scroll"><table><caption>{escape(caption)}</caption>\n<thead><tr>{head}</tr></thead>\n'
         f"<tbody>\n{body}</tbody></table></div>\n"
@@ -64,7 +67,11 @@ def page_html(
 
     tables: from `table_html`; everything else is escaped here.
     """
-    parts = [_HEAD.format(title=escape(title)), f"<h1>{escape(title)}</h1>\n<p>{escape(lead)}</p>\n", *tables]
+    parts = [
+        _HEAD.format(title=escape(title)),
+        f"<h1>{escape(title)}</h1>\n<p>{escape(printable(lead))}</p>\n",
+        *tables,
+    ]
     parts.append('<div class="figures">\n')
     for index, (shows, figure) in enumerate(figures):
         svg = as_svg(figure, f"f{index}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import BackendUnavailableError
 from ..report import MemoryReport
+from ..trace_file import printable
 from .fitting import Choice
 from .result import PolicyResult
 
@@ -99,7 +100,7 @@ def memory_figure(results: Sequence[PolicyResult]) -> Figure:
             evicted = [bucket["t_us"] / unit_us for bucket in buckets if bucket["evictions"]]
             below.plot(evicted, [index] * len(evicted), "|", color=colour, markersize=7)
         above.set_ylabel(f"plans and scratch ({unit})")
-        above.set_ylim(bottom=0)
+        above.set_ylim(bottom=0, top=above.get_ylim()[1] * 1.1)  # a line along the edge would be half a line
         figure.suptitle("Memory over time")
         above.legend(fontsize=10, loc="upper center", bbox_to_anchor=(0.5, -0.04), ncols=2, frameon=False)
         below.set_yticks(range(len(results)), [result.name for result in results], fontsize=10)
@@ -127,17 +128,18 @@ def lifetimes_figure(result: PolicyResult) -> Figure:
                 hatch="///" if pinned else "", linewidth=0.3,
             )  # fmt: skip
             labels.append(
-                f"{plan['site']}/{plan['class_rows']}/ub{plan['ubatch']}" if several else str(plan["class_rows"])
+                printable(f"{plan['site']}/{plan['class_rows']}/ub{plan['ubatch']}")
+                if several
+                else str(plan["class_rows"])
             )
         from matplotlib.patches import Patch
 
-        axes.legend(
+        figure.legend(
             handles=[
                 Patch(facecolor=COLOURS[0], edgecolor="white", hatch="///", label="pinned by a graph"),
                 Patch(facecolor=COLOURS[4], label="resident; gap: evicted"),
             ],
-            fontsize=10, loc="upper center", bbox_to_anchor=(0.5, -0.55 / (1.0 + 0.2 * len(plans)) - 0.06), ncols=2,
-            frameon=False,
+            fontsize=10, loc="outside lower center", ncols=2, frameon=False,
         )  # fmt: skip
         axes.set_yticks(range(len(plans)), labels, fontsize=10)
         axes.set_ylim(-0.6, max(len(plans), 1) - 0.4)
@@ -241,10 +243,13 @@ def pareto_figure(choices: Sequence[Choice], marked: Sequence[Choice] = ()) -> F
             below.plot([len(choice.classes)], [choice.worst_case_bytes / unit_bytes], **style)
         below.set_xscale("log", base=2)
         below.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        above.set_ylabel("padded rows, % of real")
+        # One class may pad ten times the rows and a few classes next to nothing: both are to be read.
+        above.set_yscale("symlog", linthresh=1)
+        above.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        above.set_ylabel("padded, % of real (log scale)")
         below.set_ylabel(f"plans and scratch ({unit})")
         below.set_xlabel("classes (log scale)")
-        above.set_ylim(bottom=0, top=above.get_ylim()[1] * 1.05)
+        above.set_ylim(bottom=0, top=above.get_ylim()[1] * 2)
         below.set_ylim(bottom=0, top=below.get_ylim()[1] * 1.1)
         figure.suptitle("What more classes buy, and what they take")
         above.legend(fontsize=10)

@@ -76,7 +76,7 @@ def standard_policies(
     top = seen if max_rows is None else max_rows
     if top < seen:
         raise ConfigError(f"max_rows={top} is below the {seen} rows that a step of the log has.")
-    every_count = CapacityLadder(range(1, top + 1))
+    every_count = CapacityLadder({*filter(None, histogram), top})
     of_engine, of_engine_captured = engine_ladder(engine, top)
     powers = CapacityLadder.powers_of_two(top)
     fitted = fit_to(histogram, num_classes, top)

@@ -5,7 +5,7 @@ every row with the dense answer in FP64. A failure names the builder's method an
 found by trying: its output is compared with the answer for every other length.
 
 Everything runs in inference mode, as engines do: there tensors have no `_version`, and an owner kept over steps is not
-forgiven. On a CPU the graphs are emulated.
+forgiven. On a CPU the graphs are emulated; on a GPU they are CUDA graphs.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class BuilderAdapter(ABC):
     Tensors that must keep their address (lengths above all) belong to the builder, as in the engine. The suite brings
     queries, caches, block tables and outputs.
 
-    manager: the builder's, on the CPU. spec: of the target's site. capture_rows: the graph sizes, as the engine
-        captures them. draft_passes: how often prepare_mtp_decode follows a step. draft_spec: of the drafts' site, None
-        if it is the target's. drafts_in_graph: the drafts of a step are recorded into its graph. num_ubatches: 2 or
-        more for an engine with micro-batches, else 0. has_dummies: prepare_dummy is there. padding_tokens: the length
-        that padded rows carry.
+    manager: the builder's; the suite's tensors are made on its device. spec: of the target's site. capture_rows: the
+        graph sizes, as the engine captures them. draft_passes: how often prepare_mtp_decode follows a step. draft_spec:
+        of the drafts' site, None if it is the target's. drafts_in_graph: the drafts of a step are recorded into its
+        graph. num_ubatches: 2 or more for an engine with micro-batches, else 0. has_dummies: prepare_dummy is there.
+        padding_tokens: the length that padded rows carry.
     """
 
     manager: PlanManager
@@ -144,6 +144,7 @@ class _World:
 
     def __init__(self, adapter: BuilderAdapter, seed: int) -> None:
         self.adapter = adapter
+        self.device = torch.device(adapter.manager.report().device)
         self.generator = torch.Generator().manual_seed(seed)
         self.events: list[Event] = []
         adapter.manager.add_hook(self.events.append)
@@ -157,7 +158,7 @@ class _World:
         page, num_rows = adapter.spec.page_size, max(adapter.capture_rows)
         columns = -(-(self.longest + adapter.draft_passes) // page)
         num_batches = max(adapter.num_ubatches, 1)
-        pages = torch.randperm(num_batches * num_rows * columns, generator=self.generator).to(torch.int32)
+        pages = torch.randperm(num_batches * num_rows * columns, generator=self.generator).to(self.device, torch.int32)
         self.block_tables = pages.view(num_batches, num_rows, columns)
         self.caches: dict[PlanSpec, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
@@ -169,7 +170,8 @@ class _World:
                 shape[1:3] = shape[2], shape[1]
             dtype = getattr(torch, spec.kv_dtype)
             self.caches[spec] = [
-                (self._random(shape).to(dtype), self._random(shape).to(dtype)) for _ in range(_NUM_LAYERS)
+                (self._random(shape).to(self.device, dtype), self._random(shape).to(self.device, dtype))
+                for _ in range(_NUM_LAYERS)
             ]
         return self.caches[spec]
 
@@ -177,9 +179,8 @@ class _World:
         return torch.randn(tuple(shape), generator=self.generator)
 
     def batch(self, spec: PlanSpec, rows: int, ubatch: int = 0) -> _Batch:
-        query = torch.empty(
-            rows * spec.query_length, spec.num_q_heads, spec.head_dim, dtype=getattr(torch, spec.q_dtype)
-        )
+        shape = rows * spec.query_length, spec.num_q_heads, spec.head_dim
+        query = torch.empty(shape, dtype=getattr(torch, spec.q_dtype), device=self.device)
         return _Batch(
             spec, query, [torch.empty_like(query) for _ in range(_NUM_LAYERS)], self.block_tables[ubatch, :rows]
         )
@@ -227,10 +228,12 @@ class _World:
         self, batch: _Batch, layer: int, query: torch.Tensor, tables: torch.Tensor, lens: torch.Tensor
     ) -> torch.Tensor:
         spec = batch.spec
+        keys, values = self.layers(spec)[layer]
         return reference_decode(
-            query,
-            *self.layers(spec)[layer],
-            tables,
+            query.cpu(),
+            keys.cpu(),
+            values.cpu(),
+            tables.cpu(),
             lens,
             spec.head_dim**-0.5,
             query_length=spec.query_length,
@@ -265,7 +268,7 @@ def _row_errors(output: torch.Tensor, wanted: torch.Tensor, query_length: int) -
     """float64[rows]: the distance relative to the answer's norm; an empty row is right only if it is exactly 0."""
     rows = output.shape[0] // query_length
     wanted = wanted.reshape(rows, -1)
-    difference = (output.double().reshape(rows, -1) - wanted).norm(dim=1)
+    difference = (output.to("cpu", torch.float64).reshape(rows, -1) - wanted).norm(dim=1)
     norm = wanted.norm(dim=1)
     return torch.where(norm > 0, difference / norm, torch.where(difference == 0, 0.0, torch.inf))
 

@@ -2,13 +2,46 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
+from ..lifecycle import world
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if "tests/gpu/" in item.nodeid:
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that a module takes from elsewhere and names in its NOT_HERE, with the reason, are not collected."""
+    here = [item for item in items if "tests/gpu/" in item.nodeid]
+    without = [item for item in here if {item.name, getattr(item, "originalname", "")} & {*_not_here(item)}]
+    if without:
+        config.hook.pytest_deselected(items=without)
+        items[:] = [item for item in items if item not in without]
+    if not torch.cuda.is_available():
+        for item in here:
             item.add_marker(pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False"))
+
+
+def _not_here(item: pytest.Item) -> dict[str, str]:
+    return getattr(getattr(item, "module", None), "NOT_HERE", {})
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels_are_compiled_ahead(request: pytest.FixtureRequest) -> None:
+    """Triton takes seconds for each spec: those that a module's `specs_ahead` names are compiled by all cores at once.
+
+    Not for a module of which only a few tests run: they compile what they need.
+    """
+    num_tests = Counter(getattr(item, "module", None) for item in request.session.items)
+    modules = [module for module, count in num_tests.items() if hasattr(module, "specs_ahead") and count > 10]
+    if modules and torch.cuda.is_available():
+        from .compile_ahead import compile_ahead
+
+        compile_ahead([spec for module in modules for spec in module.specs_ahead()])
+
+
+@pytest.fixture(autouse=True)
+def _worlds_on_the_gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """With the Triton backend, where the module names no other as its BACKEND."""
+    monkeypatch.setattr(world, "DEVICE", "cuda")
+    monkeypatch.setattr(world.World, "backend", getattr(request.module, "BACKEND", "triton"))

@@ -1,41 +1,39 @@
-"""What only a GPU can show: work in flight, streams, its allocator, and that the host waits for none of it."""
+"""What only a GPU can show: work in flight, streams, its allocator, and that the host waits for none of it.
+
+Over both backends that decode on a GPU.
+"""
 
 from __future__ import annotations
 
-import os
+import gc
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from planlife import CapacityLadder, PlanManager, PlanSpec, StalePlanError, StepPlan
-from planlife.backends.torch_backend import TorchBackend
+from planlife.backends.triton_backend import TritonBackend
 from planlife.cuda_device import CudaDevice
-from planlife.torch_device import resolve_device
 
-from ..graph.device_contract import *  # noqa: F403
-from ..lifecycle.world import BEFORE_REPLAY, IN_GRAPH, World, both_styles, small_spec
+from ..lifecycle.world import BEFORE_REPLAY, IN_GRAPH, World, backend_name, both_styles, limited_backend, small_spec
 
 LENS = [500, 3, 257, 64, 1, 0, 256, 17]
 CYCLES_PER_MS = 1_500_000  # at least a millisecond on GPUs of up to 1.5 GHz; never less than half of one
 
 
-@pytest.fixture
-def device() -> CudaDevice:
-    return CudaDevice()
+@pytest.fixture(autouse=True, params=["triton", "torch"])
+def _backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "backend", request.param)
 
 
 def gpu_world(**options: Any) -> World:
-    return World(device="cuda", warm=True, **{"backend": "torch", **options})
+    return World(warm=True, **options)
 
 
 def delay(milliseconds: int) -> None:
@@ -66,22 +64,12 @@ def poison() -> list[torch.Tensor]:
 # Memory.
 
 
-def test_names_and_units_are_those_of_the_gpu(device: CudaDevice) -> None:
-    index = torch.cuda.current_device()
-    assert device.name == f"cuda:{index}"
-    assert device.num_compute_units == torch.cuda.get_device_properties(index).multi_processor_count
-    for wish in (None, "cuda", f"cuda:{index}", torch.device("cuda", index)):
-        assert resolve_device(wish).name == device.name
-
-
-def test_memory_that_is_not_there_is_a_memory_error_with_the_number(device: CudaDevice) -> None:
-    with pytest.raises(MemoryError, match=str(1 << 50)):
-        device.allocate(1 << 50)
-
-
 @pytest.mark.parametrize("seed", range(20))
-def test_worst_case_bytes_is_what_torchs_allocator_gives_and_close_returns_all_of_it(seed: int) -> None:
+def test_worst_case_bytes_is_what_torchs_allocator_gives_and_close_returns_all_of_it(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """C22: measured by torch's own statistics, in whatever state earlier tests left its segments."""
+    monkeypatch.setattr(TritonBackend, "compile", lambda *call: 1)  # takes minutes, and nothing is launched here
     pick = random.Random(seed)
     sites = {
         f"site {index}": PlanSpec(
@@ -103,7 +91,7 @@ def test_worst_case_bytes_is_what_torchs_allocator_gives_and_close_returns_all_o
         sites,
         ladder=ladder,
         device="cuda",
-        backend=TorchBackend(max_plan_rows=pick.choice((None, 9))),
+        backend=limited_backend(pick.choice((None, 9))),
         ubatches=pick.randint(1, 3),
     ) as manager:
         before = torch.cuda.memory_allocated()
@@ -143,17 +131,6 @@ def test_buffers_minted_inside_another_memory_pool_outlive_it() -> None:
         graph = world.capture(world.step(), style)
         world.set_lens(world.random_lens(8))
         world.assert_right(world.replay(graph, world.step(), style), world.expected())
-
-
-@pytest.mark.skipif("PYTORCH_CUDA_ALLOC_CONF" in os.environ, reason="this is the subprocess")
-def test_memory_and_work_in_flight_are_right_with_expandable_segments_too() -> None:
-    """C79: the allocator's other mode is chosen when a process starts."""
-    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    tests = "worst_case_bytes or another_memory_pool or in_flight or another_thread"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", tests]
-    root = Path(__file__).resolve().parents[2]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=root, timeout=240)
-    assert run.returncode == 0, run.stdout[-3000:]
 
 
 # Graphs whose replays are in flight.
@@ -196,6 +173,43 @@ def test_a_graph_that_ends_while_replays_are_in_flight_keeps_what_they_read(end:
     assert freed_bytes + world.manager.trim(0) == world.manager.worst_case_bytes()
     assert world.manager.report().resident_bytes == 0
     del blocks
+
+
+def test_a_graph_captured_again_keeps_what_its_replay_in_flight_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R25: between the reset and the wait of torch.cuda.graph for the device another thread may evict and allocate."""
+    world = gpu_world()
+    world.set_lens(LENS)
+
+    def layers(plan: StepPlan) -> None:
+        delay(60)
+        world.decode(plan)
+
+    graph = world.capture(world.step(), IN_GRAPH, layers)
+    world.set_lens(world.random_lens(8))
+    expected = world.expected()
+    unseen = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(unseen):
+        graph.replay()
+    device = world.manager._device
+    real_record = device.record
+    blocks: list[torch.Tensor] = []
+
+    @contextmanager
+    def record(g: torch.cuda.CUDAGraph, **options: Any) -> Iterator[torch.cuda.CUDAGraph]:
+        world.manager.trim(0)  # as another thread, at the worst moment
+        blocks.extend(poison())
+        assert not unseen.query()
+        with real_record(g, **options):
+            yield g
+
+    monkeypatch.setattr(device, "record", record)
+    with world.manager.graph(graph):
+        torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    world.assert_right(world.output, expected)
+    world.settle()
+    assert world.manager.report().pinned_bytes == 0
 
 
 def test_without_its_pins_the_same_churn_does_overwrite_a_replay_in_flight() -> None:
@@ -251,14 +265,21 @@ def ordered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return bool(request.param)
 
 
+@pytest.fixture(params=["off", "count"], ids=["", "sanitized"])
+def sanitized_world(request: pytest.FixtureRequest) -> World:
+    return gpu_world(sanitize=request.param)
+
+
 def check(world: World, ordered: bool, output: torch.Tensor, expected: torch.Tensor) -> None:
     torch.cuda.synchronize()
     (world.assert_right if ordered else world.assert_wrong)(output, expected)
+    if ordered:
+        assert world.counters()["stale_detected"] == 0
 
 
-def test_a_decode_waits_for_the_refresh_of_another_stream(ordered: bool) -> None:
+def test_a_decode_waits_for_the_refresh_of_another_stream(ordered: bool, sanitized_world: World) -> None:
     """C29: refreshed on A behind a delay, decoded on B at once."""
-    world = gpu_world()
+    world = sanitized_world
     world.set_lens([7] * 8)
     world.eager(world.step())
     world.set_lens(LENS)
@@ -274,9 +295,9 @@ def test_a_decode_waits_for_the_refresh_of_another_stream(ordered: bool) -> None
     check(world, ordered, world.output, expected)
 
 
-def test_a_refresh_waits_for_the_decode_of_another_stream(ordered: bool) -> None:
+def test_a_refresh_waits_for_the_decode_of_another_stream(ordered: bool, sanitized_world: World) -> None:
     """C29, the other way round: the next step is planned on A while this one's decode waits on B."""
-    world = gpu_world()
+    world = sanitized_world
     world.set_lens(LENS)
     expected = world.expected()
     next_lens = torch.full_like(world.lens, 1)
@@ -294,9 +315,9 @@ def test_a_refresh_waits_for_the_decode_of_another_stream(ordered: bool) -> None
 
 
 @pytest.mark.parametrize("how", ["replay", "guard"])
-def test_a_replay_waits_for_the_refresh_of_another_stream(ordered: bool, how: str) -> None:
+def test_a_replay_waits_for_the_refresh_of_another_stream(ordered: bool, how: str, sanitized_world: World) -> None:
     """C29: before-replay style, planned on A, replayed on B."""
-    world = gpu_world()
+    world = sanitized_world
     world.set_lens([7] * 8)
     graph = world.capture(world.step(), BEFORE_REPLAY)
     world.set_lens(LENS)
@@ -442,26 +463,31 @@ def test_a_stale_decode_is_told_by_a_call_soon_after() -> None:
 
 @pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
 def test_another_thread_may_plan_bring_back_evict_and_drop_graphs_while_this_one_records(mode: str) -> None:
-    """C72, C67: in each mode. In global mode a thread's first matrix product itself is refused by CUDA."""
+    """C72, C67: in each mode. In global mode CUDA itself refuses a thread's first matrix product, and that a graph is
+    destroyed on a thread that is not planlife's."""
     world = gpu_world()
     world.set_lens(LENS)
     other_output = torch.full_like(world.output, torch.nan)
-    old = [world.capture(world.step(), IN_GRAPH)]
+    old, theirs = ([world.capture(world.step(), IN_GRAPH)] for _ in range(2))
 
-    def meddle() -> None:
+    def meddle(may_drop: bool) -> None:
+        if may_drop:
+            theirs.clear()
+        gc.collect()
         for rows in (4, 2, 4):
             plan = world.manager.plan_for(world.step(rows))
             if mode != "global":
                 world.decode(plan, output=other_output[:rows])
             assert world.manager.trim(0) > 0
 
-    world.elsewhere(meddle)
+    world.elsewhere(lambda: meddle(may_drop=False))
     torch.cuda.synchronize()
     with world.manager.graph(capture_error_mode=mode) as graph:
         plan = world.manager.plan_for(world.step())
         world.decode(plan)
-        world.elsewhere(meddle)
+        world.elsewhere(lambda: meddle(may_drop=mode != "global"))
         old.clear()
+        gc.collect()
         world.decode(plan)
     torch.cuda.synchronize()
     if mode != "global":
@@ -471,14 +497,11 @@ def test_another_thread_may_plan_bring_back_evict_and_drop_graphs_while_this_one
         world.assert_right(world.replay(graph, world.step()), world.expected())
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize(("mode", "head_dim"), [("global", 32), ("thread_local", 48), ("relaxed", 80)])
-def test_another_thread_may_compile_and_load_code_while_this_one_records(
-    mode: str, head_dim: int, backend: str
-) -> None:
+def test_another_thread_may_compile_and_load_code_while_this_one_records(mode: str, head_dim: int) -> None:
     """A mint in service, of a site whose kernels were never loaded: each mode has its own."""
     sites = {"default": small_spec(), "late": replace(small_spec(), head_dim=head_dim)}
-    world = World(device="cuda", sites=sites, backend=backend, on_miss="mint")
+    world = World(sites=sites, on_miss="mint")
     world.set_lens(LENS)
     with world.manager.capture_phase():
         world.decode(world.manager.plan_for(world.step()))
@@ -537,18 +560,35 @@ def test_after_a_failed_capture_torch_is_as_it_was(fail: Callable[[World], None]
         world.assert_right(world.replay(one, world.step()), world.expected())
 
 
+def poison_plan(plan: StepPlan) -> None:
+    """What its refresh and decode must overwrite: integers that name no row, partial results that are NaN."""
+    plan.native.work_info.fill_(0x7F7F7F7F)
+    plan.native.reduce_info.fill_(0x7F7F7F7F)
+    plan.slot.arena.buffer.fill_(0xFF)
+
+
 def test_2000_replays_with_changing_lengths_equal_eager_steps() -> None:
+    """Bit for bit with the Triton backend; the torch backend's matrix products add up in any order. The replay's tables
+    and the arena are poisoned before each."""
     world = gpu_world()
     world.set_lens(LENS)
-    graph = world.capture(world.step(), IN_GRAPH)
+    plans: list[StepPlan] = []
+
+    def layers(plan: StepPlan) -> None:
+        plans.append(plan)
+        world.decode(plan)
+
+    graph = world.capture(world.step(), IN_GRAPH, layers)
+    bound = 0.0 if backend_name() == "triton" else 1e-2
     world.tables[:] = torch.randperm(world.tables.shape[1], generator=world.generator) + 1
     lens = torch.randint(0, 500, (2000, 8), generator=world.generator).to("cuda", torch.int32)
     is_right = torch.ones((), dtype=torch.bool, device="cuda")
     for index in range(2000):
         world.lens.copy_(lens[index])
+        poison_plan(plans[0])
         replayed = world.replay(graph, world.step()).float()
         eager = world.eager(world.step()).float()
-        is_right.logical_and_(((replayed - eager).norm(dim=(1, 2)) <= 1e-2 * eager.norm(dim=(1, 2))).all())
+        is_right.logical_and_(((replayed - eager).norm(dim=(1, 2)) <= bound * eager.norm(dim=(1, 2))).all())
     assert bool(is_right)
     world.assert_right(world.output, world.expected())
 
@@ -563,17 +603,42 @@ def test_50_graphs_that_share_one_arena_replay_right_in_any_order() -> None:
     for index in range(50):
         rows, style = pick.randint(1, 8), pick.choice((BEFORE_REPLAY, IN_GRAPH))
         step = world.step(rows)
-        plan = world.manager.plan_for(step) if style == BEFORE_REPLAY else None
+        plan = world.manager.plan_for(step)
         with world.manager.graph(pool=pool) as graph:
-            world.decode(plan or world.manager.plan_for(step))
+            world.decode(plan if style == BEFORE_REPLAY else world.manager.plan_for(step))
         graphs[index] = (graph, rows, style)
     assert len(world.manager.report().arenas) == 1
     for number in range(100):
         index = pick.choice(list(graphs))
         graph, rows, style = graphs[index]
         world.set_lens(world.random_lens(rows))
+        plan.slot.arena.buffer.fill_(0xFF)
         output = world.replay(graph, world.step(rows), style)
         world.assert_right(output[:rows], world.expected()[:rows])
         if number % 10 == 0:
             del graphs[index]
             world.manager.trim(0)
+
+
+@both_styles
+def test_allocator_churn_between_capture_and_replay_changes_nothing(style: str) -> None:
+    """Blocks of all sizes come and go, segments are given back, and other managers are warmed up and closed."""
+    world = gpu_world()
+    world.set_lens(LENS)
+    graph = world.capture(world.step(), style)
+    pick = random.Random(0)
+    held: list[torch.Tensor] = []
+    for _ in range(12):
+        held += poison()
+        pick.shuffle(held)
+        del held[: len(held) // 2]
+        other = gpu_world(seed=1)
+        other.set_lens([1] * 8)
+        other.eager(other.step())
+        if pick.random() < 0.5:
+            other.manager.close()
+        del other
+        world.manager.trim(0)
+        torch.cuda.empty_cache()
+        world.set_lens(world.random_lens(8))
+        world.assert_right(world.replay(graph, world.step(), style), world.expected())

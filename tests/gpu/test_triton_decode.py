@@ -14,15 +14,42 @@ import torch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 triton = pytest.importorskip("triton", reason="needs triton: pip install 'planlife[triton]'")
 
+from planlife import PlanSpec  # noqa: E402
 from planlife.kernels import torch_decode  # noqa: E402
 from planlife.kernels.triton_decode import compile_decode  # noqa: E402
 
 from ..lifecycle.world import row_errors  # noqa: E402
-from ..torch_backend.test_cache_kinds import FP8, TOLERANCE  # noqa: E402
+from ..torch_backend.test_cache_kinds import FP8, TOLERANCE, kind_spec  # noqa: E402
 from ..triton_backend.triton_call import DEVICE, TritonCall  # noqa: E402
 
 #: Of the worst row against the same decode in float32: the rounding of weights and output to bfloat16.
 WORST_BFLOAT16 = 4e-3
+
+
+#: KV dtypes and shapes of the tests of far pages and of large tiles; they are compiled ahead.
+KV_DTYPES = ("bfloat16", *FP8)
+LAYOUTS = ("nhd", "hnd", "packed")
+TILE_DTYPES = ("bfloat16", "float32", *FP8)
+TILES = ((512, 1, 1), (512, 16, 8), (256, 16, 4))
+
+
+def far_options(layout: str, kv_dtype: str) -> dict[str, Any]:
+    scales = "none" if kv_dtype == "bfloat16" else "device [1]"
+    shape = {"num_q_heads": 8, "num_kv_heads": 1, "head_dim": 128}
+    return {**shape, "layout": layout, "kv_dtype": kv_dtype, "scales": scales}
+
+
+def tile_options(dtype: str, head_dim: int, group: int, query_length: int) -> dict[str, Any]:
+    scales = "per token" if dtype in FP8 else "none"
+    shape = {"num_q_heads": group, "num_kv_heads": 1, "head_dim": head_dim, "query_length": query_length}
+    return {**shape, "kv_dtype": dtype, "scales": scales}
+
+
+def specs_ahead() -> list[PlanSpec]:
+    return [
+        *(kind_spec(**far_options(layout, dtype)) for layout in LAYOUTS for dtype in KV_DTYPES),
+        *(kind_spec(**tile_options(dtype, *tile)) for dtype in TILE_DTYPES for tile in TILES),
+    ]
 
 
 def torch_output(call: TritonCall) -> torch.Tensor:
@@ -67,14 +94,12 @@ class LongCall(TritonCall):
         self.refresh(self.lens)
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", FP8[0], FP8[1]])
-@pytest.mark.parametrize("layout", ["nhd", "hnd", "packed"])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_pages_behind_two_to_the_31_elements_are_read_where_they_are(layout, kv_dtype):
     """The same pages at the end of a pool give the same bits; their offsets fit no 32-bit number, their ids no 16-bit
     one."""
-    scales = "none" if kv_dtype == "bfloat16" else "device [1]"
-    options = {"num_q_heads": 8, "num_kv_heads": 1, "head_dim": 128, "kv_dtype": kv_dtype, "scales": scales}
-    call = TritonCall((300, 17, 0), layout=layout, **options)
+    call = TritonCall((300, 17, 0), **far_options(layout, kv_dtype))
     near = call.decode().clone()
     call.assert_matches(near)
     num_pages = 2**31 // (16 * 128) + 4096
@@ -203,18 +228,9 @@ def test_a_decode_neither_allocates_nor_waits(scales):
     call.assert_matches(call.output)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", *FP8])
-@pytest.mark.parametrize(("head_dim", "group", "query_length"), [(512, 1, 1), (512, 16, 8), (256, 16, 4)])
+@pytest.mark.parametrize("dtype", TILE_DTYPES)
+@pytest.mark.parametrize(("head_dim", "group", "query_length"), TILES)
 def test_the_largest_tiles_fit_the_device(dtype, head_dim, group, query_length):
-    scales = "per token" if dtype in FP8 else "none"
-    call = TritonCall(
-        (300, 17),
-        kv_dtype=dtype,
-        scales=scales,
-        num_q_heads=group,
-        num_kv_heads=1,
-        head_dim=head_dim,
-        query_length=query_length,
-    )
+    call = TritonCall((300, 17), **tile_options(dtype, head_dim, group, query_length))
     errors = row_errors(call.decode(), call.reference(), query_length)
     assert errors.max() <= TOLERANCE[call.spec.q_dtype], errors

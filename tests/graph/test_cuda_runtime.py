@@ -176,7 +176,21 @@ def test_each_version_of_the_library_is_called_with_its_own_arguments(version: s
     assert runtime.capture_of(STREAM) is None
     library.streams[STREAM] = (ACTIVE, 41, 0xABC)
     assert runtime.capture_of(STREAM) == Capture(41, 0xABC)
-    assert runtime.is_capturing(STREAM) and not runtime.is_capturing(0)
+    assert runtime.is_capturing(STREAM) and not runtime.is_capturing(STREAM + 1)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_default_stream_never_records_and_is_not_asked(version: str) -> None:
+    """HIP, and CUDA with a blocking stream, answer with an error while another stream records."""
+    names, info = VERSIONS[version]
+    library = FakeLibrary(names, info)
+    library.streams[STREAM] = (ACTIVE, 41, 0xABC)
+
+    def is_capturing(stream: int, status: Any) -> int:
+        return 0 if stream else FAILURE
+
+    library._symbols[names.is_capturing].body = is_capturing
+    assert not Runtime(library, names).is_capturing(0)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -292,6 +306,36 @@ def test_a_watched_capture_arrives_in_the_queue_when_its_graph_goes(
     assert (bool(queue), bool(other), other.popleft()) == (False, True, 4)
 
 
+def test_a_word_that_is_used_again_meanwhile_ends_no_watch_but_its_own(
+    make_device: Callable[..., CudaDevice], library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread looks at a watch that another has ended since, and whose word belongs to the next capture by now."""
+    device = make_device()
+    queue = device.release_queue()
+    watched(device, library, queue, 1)
+    (stale,) = cuda_device._watches
+    library.destroy(1001)
+    assert queue.popleft() == 1
+    kept = watched(device, library, queue, 2)
+    (own,) = cuda_device._watches
+    assert own.word.address == stale.word.address
+
+    class LateLook(set[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            yield stale
+            yield from super().__iter__()
+
+    late_look = LateLook(cuda_device._watches)
+    cuda_device._watches.clear()
+    monkeypatch.setattr(cuda_device, "_watches", late_look)
+    drop_what_is_gone()
+    assert kept() is not None
+    library.destroy(1002)
+    assert queue.popleft() == 2
+    assert kept() is None and not queue
+    assert new_word().address != new_word().address  # it was given back once
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_driver_may_tell_in_any_order_and_at_any_pace(
     make_device: Callable[..., CudaDevice], library: FakeLibrary, first: int
@@ -355,6 +399,50 @@ def test_watching_needs_a_capture(make_device: Callable[..., CudaDevice]) -> Non
     device = make_device()
     with pytest.raises(RuntimeError, match="needs a capture"):
         device.watch_capture(device.release_queue(), None)
+
+
+def test_torch_comes_home_also_when_the_graph_of_a_failed_capture_cannot_be_emptied(recorder: Recorder) -> None:
+    """A device that has failed for good refuses every call; what the body raised is told along with it."""
+
+    def reset() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    recorder.graph.reset = reset  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="illegal memory access") as caught:
+        with recorder.device.record(recorder.graph):  # type: ignore[arg-type]
+            recorder.library.streams[STREAM] = (INVALIDATED, 0, 0)
+            raise BodyError
+    recorder.assert_torch_is_as_it_was()
+    assert isinstance(caught.value.__context__.__context__, BodyError)  # type: ignore[union-attr]
+
+
+def test_a_failed_capture_waits_no_longer_when_another_thread_was_told_of_it_first(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever drains the queue meanwhile takes the posts that the failed capture waits for."""
+    device = recorder.device
+    queue = device.release_queue()
+    told: list[int] = []
+    slept: list[float] = []
+
+    asked: list[float] = []
+
+    def monotonic() -> float:
+        asked.append(0.0)
+        if len(asked) == 2:  # the failed capture has looked up its watches, and has not asked them yet
+            told.append(queue.popleft())
+        return 0.0
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        assert not slept[10:], "it waits for what will never come"
+
+    monkeypatch.setattr(cuda_device, "time", SimpleNamespace(monotonic=monotonic, sleep=sleep))
+    with pytest.raises(BodyError), device.record(recorder.graph):  # type: ignore[arg-type]
+        device.watch_capture(queue, None)
+        raise BodyError
+    assert told == [41]
+    assert not slept
 
 
 class FakeGraph:

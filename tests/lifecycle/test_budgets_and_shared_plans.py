@@ -10,9 +10,8 @@ import torch
 
 from planlife import CapacityLadder, PlanManager, PlanSpec, StalePlanError, Step
 from planlife.planner import plan_tables
-from planlife.torch_device import CpuDevice
 
-from .world import BEFORE_REPLAY, PAGE, Owner, World, both_styles, small_spec
+from .world import BEFORE_REPLAY, PAGE, Owner, World, both_styles, new_device, small_spec
 
 LENS = [640, 257, 0, 1, 256, 30, 511, 400]
 
@@ -27,8 +26,8 @@ def test_sites_of_one_manager_each_get_the_integers_of_their_own_setting() -> No
         "windowed": {"sliding_window": 300, "max_partitions": 2, "query_length": 2},
     }
     sites = {site: replace(small_spec(workgroup_budget=None), **setting) for site, setting in settings.items()}
-    world = World(sites=sites, device="cpu")
-    with PlanManager(sites, ladder=CapacityLadder([8]), device=CpuDevice(num_compute_units=16)) as manager:
+    world = World(sites=sites)
+    with PlanManager(sites, ladder=CapacityLadder([8]), device=new_device(16), backend=world.backend) as manager:
         with manager.capture_phase():
             manager.warm()
         world.set_lens(LENS)
@@ -44,15 +43,15 @@ def test_sites_of_one_manager_each_get_the_integers_of_their_own_setting() -> No
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_outputs_of_one_and_of_two_tasks_per_compute_unit_agree(dtype: str) -> None:
     """R44: the same call, split otherwise."""
-    num_cu = 32
+    num_cu, device = 32, new_device(32)
     spec = PlanSpec(8, 2, 32, PAGE, max_context_tokens=4096, q_dtype=dtype, kv_dtype=dtype)
     sites = {"one": replace(spec, workgroup_budget=num_cu), "two": replace(spec, workgroup_budget=2 * num_cu)}
     generator = torch.Generator().manual_seed(44)
-    caches = torch.randn(2, 1024, PAGE, 2, 32, generator=generator).to(getattr(torch, dtype))
-    tables = torch.randperm(1024, generator=generator, dtype=torch.int32).view(4, 256)
-    lens = torch.tensor([4096, 1, 257, 3000], dtype=torch.int32)
-    query = torch.randn(4, 8, 32, generator=generator).to(caches.dtype)
-    with PlanManager(sites, ladder=CapacityLadder([4]), device=CpuDevice(num_cu)) as manager:
+    caches = torch.randn(2, 1024, PAGE, 2, 32, generator=generator).to(device.name, getattr(torch, dtype))
+    tables = torch.randperm(1024, generator=generator, dtype=torch.int32).view(4, 256).to(device.name)
+    lens = torch.tensor([4096, 1, 257, 3000], dtype=torch.int32, device=device.name)
+    query = torch.randn(4, 8, 32, generator=generator).to(caches)
+    with PlanManager(sites, ladder=CapacityLadder([4]), device=device, backend=World.backend) as manager:
         with manager.capture_phase():
             manager.warm()
         plans = {site: manager.plan_for(Step(lens, owner=1, site=site)) for site in sites}
@@ -74,14 +73,15 @@ class DraftedWorld(World):
         super().__init__(sites={"target": target, "draft": draft}, warm=True, **options)
         shape = {site: (8 * spec.query_length, spec.num_q_heads, 16) for site, spec in self.sites.items()}
         self.queries = {
-            site: torch.randn(shape[site], generator=self.generator).to(torch.bfloat16) for site in self.sites
+            site: torch.randn(shape[site], generator=self.generator).to(self.device, torch.bfloat16)
+            for site in self.sites
         }
         self.outputs = {site: torch.full_like(query, torch.nan) for site, query in self.queries.items()}
 
     def set_roomy_lens(self, lens: list[int]) -> None:
         """Lengths that drafts advance: every row has pages for two tokens more."""
         self.set_lens([length + 2 for length in lens])
-        self.lens[: len(lens)] = torch.tensor(lens, dtype=torch.int32)
+        self.lens[: len(lens)] = torch.tensor(lens, dtype=torch.int32, device=self.device)
 
     def layer(self, plan: Any) -> torch.Tensor:
         query, output = self.queries[plan.site], self.outputs[plan.site]

@@ -149,26 +149,30 @@ def test_verify_steps_of_several_query_tokens_follow_their_lengths(style: str) -
 
 
 def test_target_and_draft_sites_of_one_model_share_a_graph() -> None:
-    """C70: a windowed draft site beside a full target, each refreshed from its own pass's lengths."""
+    """C70: a windowed draft site's five passes after a full target, each refreshed from its own pass's lengths."""
     sites = {"target": small_spec(), "draft": small_spec(sliding_window=130, lane="draft")}
     world = DraftWorld(warm=True, sites=sites)
-    draft_output = torch.full_like(world.output, torch.nan)
+    draft_outputs = [torch.full_like(world.output, torch.nan) for _ in range(5)]
     world.set_draft_lens([64] * 8)
 
     owner = Owner()
     with world.manager.graph() as graph:
         world.decode(world.manager.plan_for(world.step(site="target", owner=owner)))
-        world.lens.add_(1)
-        world.decode(world.manager.plan_for(world.step(site="draft", owner=owner, revision=1)), output=draft_output)
+        for revision, output in enumerate(draft_outputs, start=1):
+            world.lens.add_(1)
+            world.decode(
+                world.manager.plan_for(world.step(site="draft", owner=owner, revision=revision)), output=output
+            )
     for _ in range(8):
         world.set_draft_lens(world.random_draft_lens())
         first = world.lens.clone()
-        world.output.fill_(torch.nan)
-        draft_output.fill_(torch.nan)
+        for output in (world.output, *draft_outputs):
+            output.fill_(torch.nan)
         step = world.step(site="draft", owner=owner, revision=1)
         world.manager.replay(graph, step, world.step(site="target", owner=owner))
         world.assert_right(world.output, world.expected(lens=first))
-        world.assert_right(draft_output, world.expected(lens=first + 1, spec=sites["draft"]))
+        for revision, output in enumerate(draft_outputs, start=1):
+            world.assert_right(output, world.expected(lens=first + revision, spec=sites["draft"]))
 
 
 def test_the_style_that_the_world_replays_by_default_needs_no_plan_for() -> None:

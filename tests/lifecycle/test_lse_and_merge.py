@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from planlife import CapacityLadder, ConfigError, RouteError, StepPlan, merge
-from planlife.backends.torch_backend import TorchBackend
 from planlife.testing import reference_decode
 
 from .test_cache_kinds import FP8, KindWorld
-from .world import BEFORE_REPLAY, IN_GRAPH, MAX_PAGES, PAGE, World, both_styles, small_spec
+from .world import (
+    BEFORE_REPLAY,
+    IN_GRAPH,
+    MAX_PAGES,
+    PAGE,
+    World,
+    backend_name,
+    both_styles,
+    limited_backend,
+    small_spec,
+)
 
 NOTHING = -torch.inf
 
 
 def poisoned_lse(rows: int, world: World) -> torch.Tensor:
-    return torch.full((rows * world.spec.query_length, world.spec.num_q_heads), torch.nan)
+    return torch.full((rows * world.spec.query_length, world.spec.num_q_heads), torch.nan, device=world.device)
 
 
 def assert_lse(found: torch.Tensor, wanted: torch.Tensor) -> None:
     """Rows beyond `wanted` have attended nothing."""
+    found, wanted = found.cpu(), wanted.cpu()
     behind = wanted.new_full((found.shape[0] - wanted.shape[0], found.shape[1]), NOTHING)
     torch.testing.assert_close(found, torch.cat([wanted, behind]), rtol=1e-5, atol=2e-5)
 
 
-ROUTES: dict[str, dict[str, Any]] = {
-    "one table set": {},
-    "segments": {"backend": TorchBackend(max_plan_rows=3), "ladder": CapacityLadder([8])},
-    "parts": {"ladder": CapacityLadder([4])},
-    "fallback": {"fallback": "torch"},
-    "off": {"enabled": False, "fallback": "torch"},
+ROUTES: dict[str, Callable[[], dict[str, Any]]] = {
+    "one table set": dict,
+    "segments": lambda: {"backend": limited_backend(3), "ladder": CapacityLadder([8])},
+    "parts": lambda: {"ladder": CapacityLadder([4])},
+    "fallback": lambda: {"fallback": backend_name()},
+    "off": lambda: {"enabled": False, "fallback": backend_name()},
 }
 
 
@@ -41,7 +52,7 @@ ROUTES: dict[str, dict[str, Any]] = {
     ("kv_dtype", "scales"), [("bfloat16", "none"), (FP8[0], "per_tensor"), (FP8[1], "per_token")], ids=str
 )
 def test_every_route_fills_lse_with_key_scales_and_sinks_in_it(how: str, kv_dtype: str, scales: str) -> None:
-    world = KindWorld("packed", kv_dtype, scales, warm=how not in ("fallback", "off"), **ROUTES[how])
+    world = KindWorld("packed", kv_dtype, scales, warm=how not in ("fallback", "off"), **ROUTES[how]())
     lens = [300, 0, 17, 256, 1, 40]
     world.set_lens(lens)
     plan = world.manager.plan_for(world.step(len(lens)))
@@ -61,7 +72,7 @@ ROUTES_IN_A_GRAPH = [(style, how) for style in (BEFORE_REPLAY, IN_GRAPH) for how
 @pytest.mark.parametrize(("style", "how"), [*ROUTES_IN_A_GRAPH, (IN_GRAPH, "parts"), (IN_GRAPH, "off")])
 @pytest.mark.parametrize("query_length", [1, 3])
 def test_a_replay_fills_the_captured_lse_for_its_own_lengths(style: str, how: str, query_length: int) -> None:
-    world = World(sites={"default": small_spec(query_length=query_length)}, warm=how != "off", **ROUTES[how])
+    world = World(sites={"default": small_spec(query_length=query_length)}, warm=how != "off", **ROUTES[how]())
     lse = poisoned_lse(8, world)
 
     def layer(plan: StepPlan) -> None:
@@ -119,7 +130,7 @@ def test_a_strided_lse_is_refused_before_anything_is_decoded() -> None:
     world.set_lens([300] * 8)
     plan = world.manager.plan_for(world.step())
     with pytest.raises(ConfigError, match="lse's contiguity is False"):
-        world.decode(plan, lse=torch.zeros(world.spec.num_q_heads, 8).T)
+        world.decode(plan, lse=torch.zeros(world.spec.num_q_heads, 8, device=world.device).T)
     assert world.output.isnan().all()
 
 
@@ -145,12 +156,9 @@ class SplitWorld(World):
     def __init__(self, **spec: Any) -> None:
         both = small_spec(**spec)
         super().__init__(sites={"first": both, "rest": both}, warm=True)
-        self.sinks = torch.randn(both.num_q_heads, generator=self.generator)
+        self.sinks = torch.randn(both.num_q_heads, generator=self.generator).to(self.device)
         self.parts_lens = {site: self.lens_buffer() for site in self.sites}
-        self.parts_tables = {
-            "first": torch.full((8, MAX_PAGES), -1, dtype=torch.int32),
-            "rest": torch.full((8, MAX_PAGES), -1, dtype=torch.int32),
-        }
+        self.parts_tables = {site: torch.full_like(self.tables, -1) for site in self.sites}
         self.parts_output = {site: torch.full_like(self.output, torch.nan) for site in self.sites}
         self.parts_lse = {site: poisoned_lse(8, self) for site in self.sites}
         self.lse = poisoned_lse(8, self)
@@ -282,12 +290,12 @@ def test_tokens_of_a_draft_share_a_prefix_as_rows_of_their_own() -> None:
     world.set_lens([prefix + tail for tail in (3, 40, 128, 300)])
     whole_lens, columns = world.lens[:rows].clone(), prefix // PAGE
     tails, tail_tables = whole_lens - prefix, world.tables[:rows, columns:].contiguous()
-    flat_lens = torch.full((rows * length,), prefix, dtype=torch.int32)
+    flat_lens = torch.full((rows * length,), prefix, dtype=torch.int32, device=world.device)
     flat_tables = world.tables[:rows, :columns].repeat_interleave(length, 0)
     query = world.query[: rows * length]
     pairs = []
     for name, lens, tables in (("rest", tails, tail_tables), ("prefix", flat_lens, flat_tables)):
-        output, lse = torch.full_like(query, torch.nan), torch.full((rows * length, 4), torch.nan)
+        output, lse = torch.full_like(query, torch.nan), torch.full((rows * length, 4), torch.nan, device=world.device)
         plan = world.manager.plan_for(world.step(lens=lens, site=name))
         world.decode(plan, query, output, tables, lse=lse)
         pairs.append((output, lse))

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from planlife import CapacityLadder, PlanManager
-from planlife.backends.torch_backend import TorchBackend
 
-from .world import World, both_styles, small_spec
+from .world import World, both_styles, limited_backend, small_spec
 
 
 def segmented_world(**spec: int) -> World:
@@ -19,7 +18,7 @@ def segmented_world(**spec: int) -> World:
         warm=True,
         sites={"default": small_spec(**spec)},
         ladder=CapacityLadder([10]),
-        backend=TorchBackend(max_plan_rows=4),
+        backend=limited_backend(4),
     )
 
 
@@ -65,13 +64,13 @@ def test_segments_share_one_arena_and_count_as_one_plan() -> None:
     assert report.counters["mints"] == 1
     assert report.counters["compiles"] == 2  # table sets of four rows and of two
     assert report.resident_bytes == world.manager.worst_case_bytes()
-    whole = PlanManager(world.spec, ladder=CapacityLadder([10]), device=world.device)
+    whole = PlanManager(world.spec, ladder=CapacityLadder([10]), device=world.device, backend=world.backend)
     assert report.arenas[0].num_bytes <= whole.min_budget_bytes()
 
 
 def test_the_sanitizer_looks_into_every_segment() -> None:
     world = segmented_world()
-    options: dict[str, Any] = {"backend": TorchBackend(max_plan_rows=4), "sanitize": "count"}
+    options: dict[str, Any] = {"backend": limited_backend(4), "sanitize": "count"}
     with PlanManager(world.spec, ladder=CapacityLadder([10]), device=world.device, **options) as manager:
         world.manager = manager
         with manager.capture_phase():

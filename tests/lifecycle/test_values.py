@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from planlife import CapacityLadder, ConfigError, PlanManager, PlanSpec, Step
-from planlife.backends.torch_backend import TorchBackend
 from planlife.planner import TILE_TOKENS, plan_tables
 from planlife.testing import reference_decode
 
 from ..cache_layouts import LAYOUTS, lay_out
-from .world import IN_GRAPH, PAGE, Owner, both_styles, row_errors
+from . import world
+from .world import IN_GRAPH, PAGE, Owner, World, both_styles, counters_of, limited_backend, row_errors
 
 BF16_LAYOUTS = ("nhd", "hnd", "packed")
 EDGE_LENS = [1, 6, 255, 256, 257, 262, 0, 1030]
@@ -38,14 +38,15 @@ class Served:
         self.spec, self.layout = spec, layout
         self.generator = torch.Generator().manual_seed(0)
         rows, self.columns = len(lens), columns or -(-spec.max_context_tokens // PAGE)
-        options = {"ladder": CapacityLadder([rows]), "device": "cpu", **options}
+        self.device = world.DEVICE
+        options = {"ladder": CapacityLadder([rows]), "device": self.device, "backend": World.backend, **options}
         self.manager = PlanManager(spec, **options)
         with self.manager.capture_phase():
             self.manager.warm()
-        self.lens = torch.zeros(rows, dtype=torch.int32)
-        self.tables = torch.empty(rows + 2, self.columns, dtype=torch.int32)
+        self.lens = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        self.tables = torch.empty(rows + 2, self.columns, dtype=torch.int32, device=self.device)
         shape = (rows * spec.query_length, spec.num_q_heads, spec.head_dim)
-        self.query = torch.randn(shape, generator=self.generator).to(getattr(torch, spec.q_dtype))
+        self.query = torch.randn(shape, generator=self.generator).to(self.device, getattr(torch, spec.q_dtype))
         self.output = torch.full_like(self.query, torch.nan)
         self.extras: dict[str, torch.Tensor] = {}
         self.set_lens(lens)
@@ -54,29 +55,30 @@ class Served:
     def set_lens(self, lens: list[int]) -> None:
         """Lengths, and pages of each row's own: the same ones whatever the lengths are."""
         self.lens.copy_(torch.tensor(lens, dtype=torch.int32))
-        self.tables.fill_(-1)
-        self.tables[len(lens) :] = 2**30
+        tables = torch.full(self.tables.shape, -1, dtype=torch.int32)
+        tables[len(lens) :] = 2**30
         for row, length in enumerate(lens):
             used = min(-(-length // PAGE), self.columns)
-            self.tables[row, :used] = 1 + row * self.columns + torch.arange(used, dtype=torch.int32).flip(0)
+            tables[row, :used] = 1 + row * self.columns + torch.arange(used, dtype=torch.int32).flip(0)
+        self.tables.copy_(tables)
 
     def make_caches(self) -> None:
         spec, window = self.spec, self.spec.sliding_window
         num_pages = 2 + len(self.lens) * self.columns
-        scaled = spec.scales == "per_token"
+        scaled, tables = spec.scales == "per_token", self.tables.cpu()
         numbers = torch.full((2, num_pages, PAGE, spec.num_kv_heads, spec.head_dim), torch.nan)
         scales = torch.full((2, num_pages, spec.num_kv_heads, PAGE), torch.nan)
         for row, length in enumerate(self.lens.tolist()):
             first = max(length - (spec.query_length - 1) - window, 0) if window else 0
             for position in range(first, min(length, self.columns * PAGE)):
-                page = self.tables[row, position // PAGE]
+                page = tables[row, position // PAGE]
                 token = torch.randn(numbers[:, 0, 0].shape, generator=self.generator)
                 numbers[:, page, position % PAGE] = token
                 scales[:, page, :, position % PAGE] = 0.5 + torch.rand(2, spec.num_kv_heads, generator=self.generator)
-        self.nhd = tuple(numbers.to(getattr(torch, spec.kv_dtype)))
+        self.nhd = tuple(numbers.to(self.device, getattr(torch, spec.kv_dtype)))
         self.keys, self.values = lay_out(*self.nhd, self.layout)
         if scaled:
-            self.extras = {"key_scale": scales[0], "value_scale": scales[1]}
+            self.extras = dict(zip(("key_scale", "value_scale"), scales.to(self.device), strict=True))
 
     def step(self) -> Step:
         self.owner = Owner()
@@ -111,7 +113,8 @@ class Served:
         lens = self.lens if lens is None else lens
         options = {"query_length": self.spec.query_length, "sliding_window": self.spec.sliding_window}
         scale = self.spec.head_dim**-0.5
-        return reference_decode(self.query, *self.nhd, self.tables, lens, scale, **options, **self.extras)
+        call = (self.query.cpu(), *self.nhd, self.tables.cpu(), lens.cpu(), scale)
+        return reference_decode(*call, **options, **self.extras)
 
     def assert_right(self, output: torch.Tensor, expected: torch.Tensor | None = None) -> None:
         errors = row_errors(output, self.expected() if expected is None else expected, self.spec.query_length)
@@ -172,7 +175,7 @@ def test_sites_of_other_windows_and_query_lengths_never_take_each_others_tables(
         "draft": make_spec(sliding_window=256, query_length=2),
     }
     served = Served(make_spec(), EDGE_LENS)
-    with PlanManager(sites, ladder=CapacityLadder([8]), device="cpu") as manager:
+    with PlanManager(sites, ladder=CapacityLadder([8]), device=served.device, backend=World.backend) as manager:
         with manager.capture_phase():
             manager.warm()
         owner = Owner()
@@ -201,7 +204,7 @@ def test_more_rows_than_a_backend_plans_at_once_are_served_in_segments(rows: int
     """C41, R23."""
     lens = torch.randint(0, 5, (rows,), generator=torch.Generator().manual_seed(rows)).tolist()
     spec = make_spec(heads=(1, 1), head_dim=8, max_context_tokens=16)
-    served = Served(spec, lens, backend=TorchBackend(max_plan_rows=4096))
+    served = Served(spec, lens, backend=limited_backend(4096))
     plan = served.manager.plan_for(served.step())
     wanted = [4096] * (rows // 4096) + [rows % 4096]
     assert (plan.native, [native.reduce_info.shape[0] for native in plan.segments]) == (None, wanted)
@@ -226,11 +229,11 @@ def test_a_replayed_length_above_what_a_row_can_have_is_clamped_and_counted(styl
     served.lens.copy_(torch.tensor([1, limit, limit + 1, 2**31 - 1, 0, 300], dtype=torch.int32))
     for num_replays in (1, 2):
         served.assert_right(served.replay(g, style), served.expected(served.lens.clamp(max=limit)))
-        counters = served.manager.report().counters
+        counters = counters_of(served.manager)
         assert (counters["lengths_clamped"], counters["stale_detected"]) == (3 * num_replays, 0)
     served.lens.clamp_(max=limit)
     served.replay(g, style)
-    assert served.manager.report().counters["lengths_clamped"] == counters["lengths_clamped"]  # control
+    assert counters_of(served.manager)["lengths_clamped"] == counters["lengths_clamped"]  # control
 
 
 @pytest.mark.parametrize("layout", BF16_LAYOUTS)
@@ -246,10 +249,10 @@ def test_an_infinite_value_that_is_attended_comes_out_and_reaches_nothing_else(l
     g = served.capture()
     for leftover in (torch.inf, -torch.inf, torch.nan):
         plan.slot.arena.buffer[: plan.slot.arena.buffer.numel() // 4 * 4].view(torch.float32).fill_(leftover)
-        for output in (served.eager(), served.replay(g)):
+        for output in (served.eager().cpu(), served.replay(g).cpu()):
             expected = served.expected()
             assert expected[7, :2, 1].eq(infinity).all() and expected[4, 2:, 2].eq(infinity).all()
-            assert torch.equal(output.double().isinf(), expected.isinf())
+            assert torch.equal(output.isinf(), expected.isinf())
             assert not output.isnan().any()
             assert torch.equal(output.double().sign()[expected.isinf()], expected.sign()[expected.isinf()])
             finite = ~expected.isinf()
@@ -261,7 +264,9 @@ def test_an_infinite_value_that_is_attended_comes_out_and_reaches_nothing_else(l
 def test_one_token_is_exactly_its_value_whatever_the_key_scale(layout: str, tiny: float) -> None:
     """C61."""
     served = Served(make_spec(layout, kv_dtype="float8_e4m3fn", scales="per_tensor"), [1, 1, 0, 1], layout)
-    served.extras = {"key_scale": torch.tensor([tiny]), "value_scale": torch.tensor([1.0])}
+    served.extras = {
+        name: torch.tensor([one], device=served.device) for name, one in (("key_scale", tiny), ("value_scale", 1.0))
+    }
     g = served.capture()
     values = torch.stack([served.nhd[1][served.tables[row, 0], 0].float() for row in (0, 1, 3)])
     for output in (served.eager(), served.replay(g)):
@@ -298,7 +303,7 @@ def test_caches_that_are_views_of_a_larger_pool_are_served_in_place(view: Any) -
 def test_a_broadcast_block_axis_is_served_without_a_copy_of_the_pool() -> None:
     """C62: 2**30 pages of one page's memory; a copy would be a terabyte."""
     served = Served(make_spec(), [40, 16, 0, 3])
-    page = [torch.randn(1, PAGE, 2, 16, generator=served.generator).to(torch.bfloat16) for _ in range(2)]
+    page = [served.query.new_tensor(torch.randn(1, PAGE, 2, 16, generator=served.generator).tolist()) for _ in range(2)]
     served.keys, served.values = (one.expand(2**30, -1, -1, -1) for one in page)
     served.nhd = (served.keys, served.values)
     served.tables[served.tables > 0] = 2**30 - 1

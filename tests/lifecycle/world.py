@@ -16,7 +16,9 @@ import pytest
 import torch
 
 from planlife import CapacityLadder, PlanManager, PlanSpec, Step, StepPlan
+from planlife.backends.torch_backend import TorchBackend
 from planlife.testing import EmulatedGraph, record, reference_decode, row_errors
+from planlife.torch_device import resolve_device
 
 DEVICE = "cpu"  #: where worlds are made that are not told
 NUM_PAGES, PAGE, MAX_PAGES = 160, 16, 40
@@ -27,6 +29,35 @@ BEFORE_REPLAY, IN_GRAPH = "before replay", "in graph"
 both_styles = pytest.mark.parametrize("style", [BEFORE_REPLAY, IN_GRAPH])
 
 Result = TypeVar("Result")
+
+
+def new_device(num_compute_units: int) -> Any:
+    """A device of the worlds' kind, with as many compute units as a test counts on."""
+    device = resolve_device(DEVICE)
+    device.num_compute_units = num_compute_units  # type: ignore[attr-defined]
+    return device
+
+
+def backend_name() -> str:
+    """Of the backend that worlds are made with here, and of the fallback that shares its kernels."""
+    return "triton" if World.backend == "triton" else "torch"
+
+
+def limited_backend(max_plan_rows: int | None) -> Any:
+    """That backend, with a limit on the rows of a table set."""
+    if backend_name() == "torch":
+        return TorchBackend(max_plan_rows=max_plan_rows)
+    from planlife.backends.triton_backend import TritonBackend
+
+    return TritonBackend(max_plan_rows=max_plan_rows)
+
+
+def counters_of(manager: PlanManager) -> dict[str, int]:
+    """Of now: on a GPU the sanitizer's arrive once the device has caught up."""
+    if DEVICE != "cpu":
+        manager.report()
+        torch.cuda.synchronize()
+    return manager.report().counters
 
 
 class Owner:
@@ -183,17 +214,22 @@ class World:
             time.sleep(0.02)
             drop_what_is_gone()
 
+    @contextmanager
+    def raises_soon(self, error: type[Exception], match: str) -> Iterator[None]:
+        """What the body's decodes did wrong is raised by it; on a GPU by a call after it, once the device told."""
+        with pytest.raises(error, match=match):
+            yield
+            for _ in range(3 * (self.device != "cpu")):
+                torch.cuda.synchronize()
+                self.manager.plan_for(self.step(dummy=True))
+
     def elsewhere(self, work: Callable[[], Result]) -> Result:
         """What `work` returns on a thread of its own, which records nothing; its exception is raised here."""
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(work).result(timeout=30)
 
     def counters(self) -> dict[str, int]:
-        """Of now: on a GPU the sanitizer's arrive once the device has caught up."""
-        if self.device != "cpu":
-            self.manager.report()
-            torch.cuda.synchronize()
-        return self.manager.report().counters
+        return counters_of(self.manager)
 
     def expected(
         self,
@@ -225,7 +261,7 @@ class World:
 
     def assert_same(self, output: torch.Tensor, other: torch.Tensor) -> None:
         """Two decodes of the same lengths. On a GPU the torch backend adds up tiles in any order."""
-        if self.device == "cpu":
+        if self.device == "cpu" or backend_name() == "triton":
             assert torch.equal(output, other)
         else:
             self.assert_right(output, other.to("cpu", torch.float64))

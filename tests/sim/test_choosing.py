@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from planlife import CapacityLadder, PlanManager, PlanSpec
 from planlife.errors import BudgetTooSmallError, ConfigError
-from planlife.sim.compare import Requests, Setting, StepLog, compare, measure_plan_us, open_source, survey
+from planlife.sim import fitting
+from planlife.sim.compare import Requests, Setting, StepLog, compare, measure_plan_us, num_cores, open_source, survey
 from planlife.sim.costs import COSTS
 from planlife.sim.engine import Engine
 from planlife.sim.fitting import Fitter, configuration_lines
@@ -87,6 +89,24 @@ def test_more_classes_never_pad_more():
     assert padding == sorted(padding, reverse=True)
     assert len(set(padding)) > 8
     assert padding[-1] == 0
+
+
+def test_a_curve_over_many_counts_is_fitted_in_processes_and_is_the_same(monkeypatch):
+    pools = []
+
+    class Pool(ProcessPoolExecutor):
+        def __init__(self, num_processes, *options):
+            pools.append(num_processes)
+            super().__init__(num_processes, *options)
+
+    monkeypatch.setattr(fitting, "ProcessPoolExecutor", Pool)
+    alone = fitter(busy_histogram(), 64).curve()
+    assert pools == []  # a few counts are fitted here
+    monkeypatch.setattr(fitting, "_MIN_COUNTS_FOR_PROCESSES", 0)
+    heard = []
+    assert fitter(busy_histogram(), 64).curve(progress=heard.append) == alone
+    assert pools == [min(num_cores(), len(alone))]
+    assert heard == list(range(1, len(alone) + 1))
 
 
 def test_a_budget_buys_as_many_classes_as_fit():

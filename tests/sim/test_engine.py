@@ -55,6 +55,15 @@ def test_the_kv_pool_bounds_what_runs_together():
     assert sum(rows) == 6 * 49
 
 
+def test_a_request_beyond_the_longest_context_is_left_out_and_counted():
+    """A trace that asks for a billion tokens ends all the same."""
+    run = EngineRun()
+    requests = [Request(0.0, 3, 10**9), Request(0.0, 10**9, 3), Request(0.0, 60, 41), Request(0.0, 60, 40)]
+    rows = rows_of(run_engine(requests, Engine(max_context_tokens=100, times=EVEN), run))
+    assert (run.num_requests, run.num_too_long) == (4, 3)
+    assert rows == [1] * 39
+
+
 def test_drafts_that_hold_shorten_the_decode():
     requests = [Request(0.0, 1, 1001)]
     assert len(rows_of(run_engine(requests, Engine(draft_tokens=3, acceptance=1.0, times=EVEN)))) == 250

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -263,7 +266,12 @@ def test_a_broken_trace_is_one_line_that_names_it(tmp_path, content, message, ar
         (("--acceptance", "2"), "acceptance"),
         (("--policy", "none"), "none"),
         (("--budget", "512"), "--budget=512"),
-        (("--max-context-tokens", "1", "--draft-tokens", "1"), "--max-context-tokens"),
+        (("--max-context-tokens", "0"), "--max-context-tokens"),
+        (("--max-context-tokens", "99999999999"), "--max-context-tokens"),
+        (("--max-context-tokens", "1"), "40 requests longer than the KV pool or the longest context"),
+        (("--kv-tokens", "1"), "40 requests longer than the KV pool or the longest context"),
+        (("--speedup", "1e-300"), "speedup"),
+        (("--ubatches", "1025"), "--ubatches"),
     ],
 )
 def test_an_option_that_can_never_work_is_named(arguments, message):
@@ -362,3 +370,74 @@ def test_the_help_of_every_command_fits_and_names_its_exit_statuses():
 
 def test_the_bench_prints_the_cost_of_planning():
     assert re.search(r"[\d.]+ us, the best of 5", good("bench", "simulate", "--steps", "1000").output)
+
+
+def test_what_is_read_is_never_written_over(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_bytes(Path(AZURE).read_bytes())
+    (tmp_path / "link").symlink_to(path)
+    for option in ("--steps-out", "--html", "--png"):
+        for name in ("trace.csv", "link"):
+            assert f"{option} " in refused("simulate", "--trace", str(path), option, str(tmp_path / name))
+    assert "--html" in refused("fit-ladder", "--trace", str(path), "--classes", "2", "--html", str(path))
+    out = str(tmp_path / "out")
+    assert "--png" in refused("simulate", "--trace", str(path), "--html", out, "--png", out)
+    assert path.read_bytes() == Path(AZURE).read_bytes()
+    report, manager = live_report(tmp_path)
+    assert "would overwrite what is read" in refused("report", str(report), "--html", str(report))
+    manager.close()
+
+
+def test_a_folder_that_is_not_there_is_named_before_anything_is_simulated(tmp_path):
+    for option in ("--html", "--png", "--steps-out"):
+        result = run("simulate", "--trace", AZURE, option, str(tmp_path / "none" / "out"))
+        assert result.exit_code == 1
+        assert "none/out" in result.stderr
+        assert result.stdout == ""
+
+
+def test_a_pipe_is_refused_since_a_trace_is_read_more_than_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert "pipe" in refused("simulate", "--trace", str(tmp_path / "pipe"))
+
+
+def test_a_step_of_more_rows_than_any_engine_runs_is_refused_and_one_of_a_million_is_not(tmp_path):
+    for rows in ((1 << 20) + 1, 2**31 - 1):
+        (tmp_path / "log").write_text(json.dumps({"planlife_steps": 1, "dt_us": [0], "rows": [rows]}))
+        assert f"a step of {rows:,} rows" in refused("simulate", "--trace", str(tmp_path / "log"))
+    (tmp_path / "log").write_text(json.dumps({"planlife_steps": 1, "dt_us": [0, 1], "rows": [1 << 20, 3]}))
+    document = json.loads(good("simulate", "--trace", str(tmp_path / "log"), "--json").stdout)
+    assert document["policies"][0]["classes"] == [3, 1 << 20]  # counts that occur, not all below
+
+
+def test_names_that_no_terminal_shows_are_escaped_everywhere(tmp_path):
+    """Control characters and lone surrogates: JSON carries both."""
+    pytest.importorskip("matplotlib", reason="pictures need the extra sim")
+    names = ["a\ud800", "\x1b[31m\x00\n", "caf\u00e9"]
+    trace, page = tmp_path / os.fsdecode(b"\xff\x1b.log"), tmp_path / "page.html"
+    trace.write_text(
+        json.dumps({"planlife_steps": 1, "dt_us": [0, 1, 1], "rows": [1, 2, 3], "site": [0, 1, 2], "sites": names})
+    )
+    outcome = planlife_in_a_process("simulate", "--trace", str(trace), "--html", str(page), "--png", str(page) + ".png")
+    assert (outcome.returncode, outcome.stderr) == (0, b"")
+    assert b"\x1b" not in outcome.stdout and b"\\x1b.log" in outcome.stdout
+    text = page_of(page)
+    assert "\x1b" not in text and "\x00" not in text
+    assert "a\\ud800/1/ub0" in text and "\\x1b[31m\\x00\\n/2/ub0" in text and "caf\u00e9/3/ub0" in text
+    with PlanManager(dict.fromkeys(names, SPEC), ladder=CapacityLadder([2]), device="cpu") as manager:
+        with manager.capture_phase():
+            manager.warm()
+        (tmp_path / "report.json").write_text(manager.report().to_json())
+    outcome = planlife_in_a_process("report", str(tmp_path / "report.json"), "--html", str(page))
+    assert (outcome.returncode, outcome.stderr) == (0, b"")
+    assert b"\x1b" not in outcome.stdout
+    assert re.search(rb"plan caf(\\xe9|\xc3\xa9)/2/ub0", outcome.stdout)  # click writes UTF-8 where ASCII is asked for
+    assert "\x1b" not in page_of(page)
+
+
+def planlife_in_a_process(*arguments: str) -> subprocess.CompletedProcess[bytes]:
+    """In a terminal that knows ASCII only, 40 columns wide."""
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "40", "PYTHONUTF8": "0"}
+    return subprocess.run(
+        [sys.executable, "-m", "planlife", *arguments], capture_output=True, env=environment, timeout=120, check=False
+    )

@@ -13,6 +13,9 @@ import torch
 from planlife import CapacityLadder, PlanManager, PlanSpec, Step, StepPlan
 from planlife.testing.builder_suite import BuilderAdapter
 
+from ..lifecycle import world
+from ..lifecycle.world import World
+
 MAX_ROWS, NUM_UBATCHES, DRAFT_PASSES = 8, 2, 2
 SPEC = PlanSpec(4, 2, 16, 16, max_context_tokens=640, workgroup_budget=24)
 
@@ -33,8 +36,8 @@ class Builder:
 
     def __init__(self, manager: PlanManager) -> None:
         self.manager = manager
-        self.lens = torch.zeros(MAX_ROWS, dtype=torch.int32)
-        self.ub_lens = [torch.zeros(MAX_ROWS, dtype=torch.int32) for _ in range(NUM_UBATCHES)]
+        self.lens = torch.zeros(MAX_ROWS, dtype=torch.int32, device=manager.report().device)
+        self.ub_lens = [torch.zeros_like(self.lens) for _ in range(NUM_UBATCHES)]
 
     def build_for_capture(self, rows: int) -> Metadata:
         self.lens.fill_(1)
@@ -73,7 +76,7 @@ class Builder:
     def write(self, buffer: torch.Tensor, lens: Sequence[int], rows: int) -> torch.Tensor:
         """The step's lengths in the persistent buffer, zeros behind them; its padded rows."""
         buffer.zero_()
-        buffer[: len(lens)] = torch.tensor(lens, dtype=torch.int32)
+        buffer[: len(lens)] = torch.tensor(lens, dtype=torch.int32, device=buffer.device)
         return buffer[:rows]
 
     def plan(self, metadata: Metadata) -> None:
@@ -126,7 +129,12 @@ class Adapter(BuilderAdapter):
     def __init__(self, builder_class: type[Builder], spec: PlanSpec = SPEC, **manager_options: Any) -> None:
         self.spec = spec
         self.ladder = CapacityLadder.powers_of_two(MAX_ROWS)
-        self.manager = PlanManager(spec, ladder=self.ladder, ubatches=NUM_UBATCHES, device="cpu", **manager_options)
+        self.manager = PlanManager(
+            spec,
+            ladder=self.ladder,
+            ubatches=NUM_UBATCHES,
+            **{"device": world.DEVICE, "backend": World.backend, **manager_options},
+        )
         if spec.query_length > 1:
             self.draft_passes = 0
         with self.manager.capture_phase():

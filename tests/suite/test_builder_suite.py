@@ -18,6 +18,7 @@ from planlife.backends.torch_backend import TorchBackend
 from planlife.testing import pytest_plugin
 from planlife.testing.builder_suite import SCENARIOS, BuilderFailure, Unsupported, check_builder, run_scenario
 
+from ..lifecycle import world
 from .builders import MAX_ROWS, SPEC, Adapter, Builder, InGraphBuilder, Metadata
 
 pytest_plugins = ["pytester"]
@@ -167,7 +168,7 @@ def test_forgetting_plan_for_in_the_ubatch_capture_method_is_named() -> None:
 
 class KeepsLengthsNowhere(Builder):
     def write(self, buffer: torch.Tensor, lens: Sequence[int], rows: int) -> torch.Tensor:
-        return torch.tensor([*lens, *[0] * (rows - len(lens))], dtype=torch.int32)
+        return torch.tensor([*lens, *[0] * (rows - len(lens))], dtype=torch.int32, device=buffer.device)
 
 
 @pytest.mark.parametrize("style", [Builder, InGraphBuilder])
@@ -312,7 +313,7 @@ class LeavesTheTail(Builder):
     """Rows behind the batch keep the lengths of an earlier one."""
 
     def write(self, buffer: torch.Tensor, lens: Sequence[int], rows: int) -> torch.Tensor:
-        buffer[: len(lens)] = torch.tensor(lens, dtype=torch.int32)
+        buffer[: len(lens)] = torch.tensor(lens, dtype=torch.int32, device=buffer.device)
         return buffer[:rows]
 
 
@@ -388,7 +389,7 @@ class OnlyWarmsTheLargest(Adapter):
     def __init__(self, **options: Any) -> None:
         super().__init__(Builder, **options)
         self.manager.close()
-        self.manager = PlanManager(SPEC, ladder=self.ladder, ubatches=2, device="cpu", **options)
+        self.manager = PlanManager(SPEC, ladder=self.ladder, ubatches=2, device=world.DEVICE, **options)
         self.builder = Builder(self.manager)
         self.capture_rows = (8,)
 

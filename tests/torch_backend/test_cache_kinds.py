@@ -30,6 +30,13 @@ FP8 = ("float8_e4m3fn", "float8_e4m3fnuz")
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 8e-3}
 
 
+def kind_spec(*, layout: str = "nhd", kv_dtype: str = "bfloat16", scales: str = "none", **options: Any) -> PlanSpec:
+    """The spec of a KindCall."""
+    kind = SCALE_FORMS[scales]
+    options.setdefault("q_dtype", kv_dtype if kind == "none" else "bfloat16")
+    return make_spec(kv_dtype=kv_dtype, kv_layout=LAYOUTS[layout][0], scales=kind, **options)
+
+
 class KindCall(Call):
     """A Call whose caches are of any layout, dtype and scales. Scales of tokens that no row owns are NaN."""
 
@@ -45,8 +52,7 @@ class KindCall(Call):
         **options: Any,
     ) -> None:
         kind = SCALE_FORMS[scales]
-        options.setdefault("q_dtype", kv_dtype if kind == "none" else "bfloat16")
-        spec = make_spec(kv_dtype=kv_dtype, kv_layout=LAYOUTS[layout][0], scales=kind, **options)
+        spec = kind_spec(layout=layout, kv_dtype=kv_dtype, scales=scales, **options)
         super().__init__(spec, lens, seed=seed)
         owned = torch.zeros(self.keys.shape[:2], dtype=torch.bool)
         for row, length in enumerate(lens):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -154,3 +156,24 @@ def test_a_launch_runs_on_its_own_device_whatever_the_current_one_is(scale):
         launch((1, 1, 1), source, target, None, 8, 1, 2.0)
         assert torch.cuda.current_device() == 0
     assert target.tolist() == [2.0] * 8
+
+
+def test_a_kernel_that_needs_too_much_of_the_device_is_refused_each_time_it_is_prepared(scale, monkeypatch):
+    """Specs that differ in nothing a kernel knows meet the same compiled kernel, which Triton keeps."""
+    compiled = object.__new__(triton.compiler.CompiledKernel)
+    compiled.__dict__.update(src=None, module=None, _module_pid=None, function=None, _run=None)
+    compiled.metadata = SimpleNamespace(shared=1 << 20)
+    driver = SimpleNamespace(
+        get_current_device=lambda: 0,
+        launcher_cls=lambda src, metadata: None,
+        utils=SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": 1 << 16}),
+    )
+    monkeypatch.setattr(triton.compiler.compiler, "driver", SimpleNamespace(active=driver))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(scale, "is_interpreted", False)
+    monkeypatch.setattr(scale, "_function", SimpleNamespace(warmup=lambda *args, **options: compiled))
+    for _ in range(3):
+        with pytest.raises(triton.runtime.errors.OutOfResources, match="shared memory"):
+            scale.prepare("cuda:7", *DTYPES, BLOCK=8)
+        with pytest.raises(MintError):
+            scale.prepared("cuda:7", *DTYPES, BLOCK=8)

@@ -10,7 +10,9 @@ import torch
 
 triton = pytest.importorskip("triton", reason="needs triton: pip install 'planlife[triton]'")
 
-from planlife import BackendUnavailableError, CapacityLadder, ConfigError, PlanManager, PlanSpec  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from planlife import BackendUnavailableError, CapacityLadder, ConfigError, PlanManager, PlanSpec, emulated_graph  # noqa: E402
 from planlife.backends import triton_backend  # noqa: E402
 from planlife.backends.triton_backend import TritonBackend  # noqa: E402
 from planlife.testing.fakes import FakeDevice  # noqa: E402
@@ -136,3 +138,30 @@ def test_a_site_that_the_kernels_cannot_read_is_refused_like_any_backends(monkey
         spec = PlanSpec(4, 2, 16, fields.pop("page_size"), **fields)
         with pytest.raises(ConfigError, match=found):
             PlanManager(spec, ladder=CapacityLadder([2]), device=FakeDevice(), backend="triton")
+
+
+@interpreted
+@pytest.mark.parametrize("sanitize", ["off", "count"])
+def test_a_step_in_service_runs_no_tensor_operation_besides_its_launches(monkeypatch, sanitize):
+    """C30: what no operation does neither allocates nor waits. The sanitizer takes views of lengths."""
+    world = World(backend="triton", warm=True, sanitize=sanitize)
+    world.set_lens([300, 0, 17, 256])
+    world.eager(world.step(4))
+    step, operations, launches = world.step(4), [], []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            operations.append(function)
+            return function(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(emulated_graph, "launch", lambda launch, *args: launches.append(launch))
+    output, query, tables = world.output[:4], world.query[:4], world.tables[:4]
+    with Operations():
+        for _layer in range(3):
+            world.decode(world.manager.plan_for(step), query, output, tables)
+    # One refresh; decode and merge, and the sanitizer, of each layer.
+    assert len(launches) == 1 + 3 * (2 if sanitize == "off" else 3)
+    assert set(operations) <= ({torch.ops.aten.slice.Tensor} if sanitize == "count" else set())
+    with Operations():
+        output.clone()  # the positive control
+    assert torch.ops.aten.clone.default in operations

@@ -50,3 +50,19 @@ def test_planners_and_sanitizer_compile_for_nvidia_and_amd(tmp_path):
         kernels = {name: outputs for arch, name, *outputs in compiled if arch == target}
         assert planners <= kernels.keys()
         assert all(binary in outputs for outputs in kernels.values())
+
+
+@pytest.mark.parametrize("at_import, later", [("0", "1"), ("1", "0")], ids=["set", "unset"])
+def test_an_interpreter_that_is_switched_after_triton_was_imported_is_refused_by_name(at_import, later):
+    program = f"""
+import os
+import triton
+os.environ["TRITON_INTERPRET"] = "{later}"
+from planlife import PlanSpec
+from planlife.backends.triton_backend import TritonBackend
+from planlife.torch_device import CpuDevice
+print(*TritonBackend().refuse_spec(PlanSpec(1, 1, 16, 16, max_context_tokens=9), CpuDevice()))
+"""
+    run = run_python("-W", "ignore", "-c", program, TRITON_INTERPRET=at_import)
+    assert run.returncode == 0, run.stderr
+    assert "TRITON_INTERPRET was changed after something imported triton" in run.stdout

@@ -375,6 +375,18 @@ def test_a_nan_of_an_attended_token_is_not_hidden(cache, query_length):
     assert output[query_length:].isfinite().all()
 
 
+@pytest.mark.parametrize("what", ["query", "keys"])
+def test_logits_that_are_all_nan_are_not_taken_for_an_empty_row(what):
+    call = TritonCall((300, 17))
+    if what == "query":
+        call.query[0] = torch.nan
+    else:
+        call.keys[call.tables[0, : -(-300 // call.spec.page_size)]] = torch.nan
+    output = call.decode()
+    assert output[0].isnan().all()
+    assert output[1].isfinite().all()
+
+
 @pytest.mark.parametrize("gap", [0, 150])
 @pytest.mark.parametrize("q_dtype", ["float16", "bfloat16"])
 def test_an_infinite_scale_of_an_attended_token_gives_infinities_and_no_other_row_sees_it(q_dtype, gap):

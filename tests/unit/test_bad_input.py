@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+import sys
 import weakref
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
-from planlife import CapacityLadder, ConfigError, PlanManager, PlanSpec, RouteError, Step
+from planlife import BackendUnavailableError, CapacityLadder, ConfigError, PlanManager, PlanSpec, RouteError, Step
+from planlife.configuration import absence_reasons, auto_backend
 from planlife.testing import FakeBackend, FakeDevice, FakeTensor
 from tests.unit.fake_world import POISON, Captured, FakeWorld, Owner, spec
 
@@ -518,3 +522,43 @@ def test_the_fallback_is_not_asked_for_a_site_that_is_served() -> None:
     world.warm()
     assert world.run([3, 4]) == [3, 4]
     assert calls == []
+
+
+@pytest.mark.parametrize(
+    "source, found",
+    [
+        ("raise RuntimeError('built for another torch')", "RuntimeError: built for another torch"),
+        ("raise OSError('libcuda.so.1: no such file')", "OSError: libcuda.so.1"),
+        ("import no_such_part_of_it", "ModuleNotFoundError: No module named 'no_such_part_of_it'"),
+        (None, "is another thing"),  # a folder without Python in it, as every checkout of triton is
+        ("__version__ = '3.5.9'", "3.5.9 is here"),
+        ("__version__ = '2.999.0+git'", "2.999.0"),
+        ("__version__ = 'unknown'", "unknown is here"),
+    ],
+)
+def test_a_triton_that_cannot_be_used_is_absent_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str | None, found: str
+) -> None:
+    folder = tmp_path / "triton"
+    folder.mkdir()
+    if source is not None:
+        (folder / "__init__.py").write_text(source)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    (reason,) = absence_reasons("triton")
+    assert found in reason and "triton >= 3.6" in reason
+    with pytest.raises(BackendUnavailableError, match=re.escape(found)):
+        PlanManager(spec(), ladder=CapacityLadder([2]), device=FakeDevice(), backend="triton")
+    on_another_device = FakeDevice("cuda:0")
+    assert auto_backend({"default": spec()}, on_another_device) == "torch"
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.10.0+git1a2b3c", "3.6rc1", "4.0"])
+def test_a_triton_that_is_new_enough_is_here_whatever_follows_its_version(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    triton = ModuleType("triton")
+    triton.__version__ = version  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    assert absence_reasons("triton") == ()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from planlife import BudgetError, CapacityLadder, ConfigError, PlanManager, PlanSpec, Step
+from planlife import BudgetError, CapacityLadder, ConfigError, PlanManager, PlanSpec, RouteError, Step
 from planlife.device import block_bytes
 from planlife.planner import plan_capacity
 from planlife.testing import FakeBackend, FakeDevice, FakeTensor
@@ -505,3 +505,31 @@ def test_a_manager_that_is_dropped_gives_its_buffers_back_at_once() -> None:
         assert [ref() for ref in alive if ref() is not None] == []
     finally:
         gc.enable()
+
+
+def test_a_graph_captured_again_keeps_what_its_last_replay_reads() -> None:
+    """R25: manager.graph(g) resets g while its last replay is in flight; nobody promised that it is over."""
+    world = FakeWorld()
+    world.warm()
+    captured = Captured(world, world.step([1] * 8))
+    with world.device.busy():
+        Captured(world, world.step([1] * 2), g=captured.g)
+        world.manager.trim(0)
+        assert world.states()["default/8/ub0"] == "pinned"
+    world.manager.trim(0)
+    assert world.states()["default/8/ub0"] == "evicted"
+    assert world.states()["default/2/ub0"] == "pinned"  # positive control: by the graph as it is now
+
+
+def test_a_graph_whose_second_capture_failed_stands_for_neither() -> None:
+    world = FakeWorld()
+    world.warm()
+    captured = Captured(world, world.step([1] * 8))
+    step = world.step([1] * 8)
+    world.manager.plan_for(step)
+    with world.device.busy():
+        with pytest.raises(ZeroDivisionError), world.manager.graph(captured.g):
+            raise ZeroDivisionError
+        with pytest.raises(RouteError, match="holds no pins here"):
+            world.manager.guard(captured.g, step)
+    assert world.manager.report().num_graphs == 0

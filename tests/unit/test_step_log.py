@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import logging
 import random
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
-from planlife import CapacityLadder, Step, record
+from planlife import CapacityLadder, Step, record, step_log
 from planlife.errors import ConfigError
 from planlife.step_log import MAX_BLOCK_STEPS, StepLogWriter, is_step_log, stream_step_log
 from planlife.trace import TraceError
 from planlife.trace_file import TraceFile
 
-from .fake_world import FakeWorld, spec
+from .fake_world import FakeWorld, Owner, spec
 
 GOOD = '{"planlife_steps":1,"dt_us":[0,5],"rows":[3,0]}\n'
 
@@ -156,6 +160,9 @@ def test_recording_takes_one_line_and_notes_each_step_once(tmp_path):
         assert plan.rows == rows
         assert world.manager.plan_for(step) is plan  # the next layer, or the replay
     world.manager.plan_for(world.step([7] * 2, ubatch=1))
+    dummy = world.step([7] * 2, dummy=True)
+    world.manager.plan_for(dummy)
+    world.manager.plan_for(dummy)
     world.manager.plan_for(world.step([7] * 2, dummy=True))
     recorder.close()
     recorder.close()
@@ -167,6 +174,7 @@ def test_recording_takes_one_line_and_notes_each_step_once(tmp_path):
         (5, "default", 0),
         (2, "default", 1),
         (0, "default", 0),
+        (0, "default", 0),
     ]
     assert steps[0][0] == 0
     assert "plan_for" not in vars(world.manager)
@@ -176,15 +184,35 @@ def test_an_owner_at_the_address_of_a_dead_one_is_another_step(tmp_path):
     """An engine's per-step object is often made where the last one was."""
     world = FakeWorld()
     world.warm()
-    with record(world.manager, tmp_path / "steps") as recorder:
-        addresses = set()
-        for _ in range(50):
-            world.owner = None
-            world.manager.plan_for(world.step([7, 7]))
-            addresses.add(id(world.owner))
-        assert len(addresses) < 50
-    del recorder
-    assert len(steps_of(tmp_path / "steps")) == 50
+    with record(world.manager, tmp_path / "steps"):
+        owner = Owner()
+        world.manager.plan_for(world.step([7, 7], owner=owner))
+        address = id(owner)
+        owner = world.owner = None
+        later = [Owner()]
+        while id(later[-1]) != address and len(later) < 100_000:
+            later.append(Owner())
+        assert id(later[-1]) == address
+        world.manager.plan_for(world.step([7, 7], owner=later[-1]))
+    assert len(steps_of(tmp_path / "steps")) == 2
+
+
+def test_a_step_that_finds_no_room_at_each_layer_is_one_step(tmp_path):
+    world = FakeWorld(fallback=lambda *call, **extras: None)
+    world.options["budget_bytes"] = world.manager.min_budget_bytes()
+    world.manager.close()
+    world.manager = world.new_manager()
+    world.warm()
+    world.manager.plan_for(world.step([7] * world.rows))
+    with world.manager.graph() as graph:
+        world.manager.plan_for(world.step([7] * world.rows))
+    with record(world.manager, tmp_path / "steps"):
+        for rows in (1, 1, 2):
+            step = world.step([7] * rows)
+            plans = {world.manager.plan_for(step) for _ in range(3)}
+            assert {plan.route for plan in plans} == {"fallback"}
+    assert [rows for _, rows, _, _ in steps_of(tmp_path / "steps")] == [1, 1, 2]
+    world.manager.release(graph)
 
 
 def test_what_is_planned_inside_a_recording_is_no_step(tmp_path):
@@ -213,6 +241,69 @@ def test_a_disk_that_is_full_ends_the_recording_and_no_step(tmp_path, caplog, mo
     assert "No space left" in caplog.text
     monkeypatch.undo()
     recorder.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_ends_the_recording_and_leaves_no_file_open(monkeypatch, caplog):
+    world = FakeWorld()
+    world.warm()
+    monkeypatch.setattr(step_log, "MAX_BLOCK_STEPS", 1)
+    recorder = record(world.manager, "/dev/full")
+    file = recorder._writer._file
+    for _ in range(500):  # more than what waits in the file's buffer
+        world.manager.plan_for(world.step([7] * 8))
+    assert "No space left" in caplog.text
+    assert file.closed
+    recorder.close()
+
+
+def test_steps_of_two_threads_are_noted_in_the_order_of_their_times(tmp_path, monkeypatch):
+    """A log whose time ran backwards could not be read again."""
+    world = FakeWorld(ubatches=2)
+    world.warm()
+    now, is_first_waiting, is_second_done = itertools.count(1000, 1000), threading.Event(), threading.Event()
+
+    def clock() -> int:
+        drawn = next(now)
+        if drawn == 1000:
+            is_first_waiting.set()
+            is_second_done.wait(0.2)
+        return drawn
+
+    def second() -> None:
+        is_first_waiting.wait(10)
+        world.manager.plan_for(steps[1])
+        is_second_done.set()
+
+    steps = [world.step([7], ubatch=0), world.step([7], ubatch=1)]
+    with record(world.manager, tmp_path / "steps"):
+        monkeypatch.setattr(time, "monotonic_ns", clock)
+        thread = threading.Thread(target=second)
+        thread.start()
+        world.manager.plan_for(steps[0])
+        thread.join()
+        monkeypatch.undo()
+    assert [(dt_us, ubatch) for dt_us, _, _, ubatch in steps_of(tmp_path / "steps")] == [(0, 0), (1, 1)]
+
+
+@pytest.mark.parametrize("is_first_to_end", [True, False])
+def test_two_recordings_at_once_end_each_on_its_own(tmp_path, is_first_to_end):
+    world = FakeWorld()
+    world.warm()
+    one, two = record(world.manager, tmp_path / "one"), record(world.manager, tmp_path / "two")
+    world.manager.plan_for(world.step([7]))
+    ended, other = (one, two) if is_first_to_end else (two, one)
+    ended.close()
+    world.manager.plan_for(world.step([7, 7]))
+    other.close()
+    world.manager.plan_for(world.step([7, 7, 7]))
+    lengths = {
+        recorder: [rows for _, rows, _, _ in steps_of(tmp_path / name)]
+        for recorder, name in ((one, "one"), (two, "two"))
+    }
+    assert lengths[ended] == [1]
+    assert lengths[other] == [1, 2]
+    assert "plan_for" not in vars(world.manager)
 
 
 def test_a_manager_that_is_off_or_has_two_sites_is_recorded_too(tmp_path):

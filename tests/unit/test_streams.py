@@ -6,9 +6,13 @@ behind another stream than the one that used it last.
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
+from planlife.item import State
 from planlife.testing import FakeDevice
+from planlife.testing.fakes import FakeBuffer
 
 from .fake_world import Captured, FakeWorld
 
@@ -142,3 +146,34 @@ def test_the_double_does_see_a_use_that_was_not_ordered() -> None:
     with pytest.raises(AssertionError, match="stream 1 uses a block while stream 0 may still be using it"):
         world.run([3, 5])
     world.device.stream = 0
+
+
+def test_a_block_that_another_thread_evicts_while_it_is_planned_is_freed_behind_that_plan() -> None:
+    """plan_for takes the tables on stream 2, where they were last used on stream 1; in that moment they are evicted."""
+
+    class Evicting(CountingDevice):
+        """Where the manager orders the streams, another thread trims; what it frees stays usable for work in flight."""
+
+        freed_behind: list[int]
+        trimming: threading.Thread | None = None
+
+        def order_after(self, stream: int) -> None:
+            super().order_after(stream)
+            if self.trimming is None:
+                self.trimming = threading.Thread(target=world.manager.trim, args=(0,))
+                self.trimming.start()
+                self.trimming.join(0.2)  # unless it has to wait for this thread
+
+        def free(self, buffer: FakeBuffer, stream: int) -> None:
+            self.freed_behind.append(stream)
+
+    device = Evicting()
+    device.freed_behind = []
+    world = FakeWorld(device=device)
+    world.warm(2)
+    device.stream = 2
+    planned = world.manager.plan_for(world.step([3, 5]))
+    assert device.trimming is not None
+    device.trimming.join()
+    assert planned.item.state is State.EVICTED  # type: ignore[union-attr]
+    assert device.freed_behind == [2, 0]  # the plan, and the arena that no decode took yet

@@ -1,0 +1,207 @@
+"""Takes guards of the lifecycle out of a copy of planlife, one at a time, and runs the test that must miss each.
+
+    python scripts/mutants.py [--on gpu|cpu] [--jobs N] [words of a guard's name ...]
+
+Prints a line for each guard: `red` where its test failed, `SURVIVED` where nothing noticed. The tests also run on an
+unchanged copy, where they must pass. Exits 0 only if every guard was missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("planlife", "tests", "pyproject.toml")
+TIMEOUT_S = 300
+
+
+class Guard(NamedTuple):
+    """What stands in `file`, exactly once, and what remains of it without the guard.
+
+    gpu, cpu: a test that then fails, under tests/; cpu is "" where only a GPU can show it.
+    """
+
+    name: str
+    file: str
+    text: str
+    without: str
+    gpu: str
+    cpu: str
+
+
+LIFECYCLE = "gpu/test_lifecycle_on_cuda.py"
+GUARDS = (
+    Guard(
+        "the capture id in the mark",
+        "planlife/manager.py",
+        "found.capture_id == mark.capture_id\n",
+        "True\n",
+        f"{LIFECYCLE}::test_two_graphs_of_the_same_metadata_both_follow_their_lengths",
+        "lifecycle/test_capture_styles.py::test_two_graphs_of_the_same_metadata_both_follow_their_lengths",
+    ),
+    Guard(
+        "the ubatch in a plan's identity",
+        "planlife/manager.py",
+        "plans[(owner, ubatch)],\n",
+        "plans[(owner, 0)],\n",
+        f"{LIFECYCLE}::test_two_ubatches_of_equal_rows_decode_their_own_lengths",
+        "lifecycle/test_memory_and_values.py::test_two_ubatches_of_equal_rows_decode_their_own_lengths",
+    ),
+    Guard(
+        "the pin",
+        "planlife/graph_book.py",
+        "        for item in (plan, arena):\n            if item not in record.pinned:\n",
+        "        for item in ():\n            if item not in record.pinned:\n",
+        f"{LIFECYCLE}::test_three_graphs_of_one_lane_replay_right_while_everything_else_is_evicted",
+        "lifecycle/test_memory_and_values.py"
+        "::test_three_graphs_of_one_lane_replay_right_while_everything_else_is_evicted",
+    ),
+    Guard(
+        "the zeros behind the last task (Triton planner)",
+        "planlife/kernels/triton_planner.py",
+        "_store_records(work_info, slots, slots < capacity, zeros, zeros, zeros, zeros)\n",
+        "_store_records(work_info, slots, slots < 0, zeros, zeros, zeros, zeros)\n",
+        "gpu/test_triton_planner.py::TestRowPlanner::test_fewer_rows_leave_nothing_of_an_earlier_step",
+        "triton_backend/test_planner.py::TestRowPlanner::test_fewer_rows_leave_nothing_of_an_earlier_step",
+    ),
+    Guard(
+        "the owner's weak reference",
+        "planlife/plan.py",
+        "        return weakref.ref(owner)\n",
+        "        return _Held(owner)\n",
+        f"{LIFECYCLE}::test_a_plan_stored_on_its_own_owner_does_not_keep_the_owner",
+        "lifecycle/test_refresh_and_marks.py::test_a_plan_stored_on_its_own_owner_does_not_keep_the_owner",
+    ),
+    Guard(
+        "the allocator thread",
+        "planlife/cuda_device.py",
+        "return _allocator().submit(self._empty, num_bytes, stream).result()\n",
+        "return self._empty(num_bytes, stream)\n",
+        "gpu/test_cuda_device.py::test_buffers_minted_inside_another_memory_pool_outlive_it",
+        "",
+    ),
+    Guard(
+        "the relaxed guard",
+        "planlife/cuda_runtime.py",
+        "        mode = ctypes.c_int(_MODE_RELAXED)\n"
+        '        self._check(self._exchange_mode(ctypes.byref(mode)), "relaxing this thread\'s capture mode")\n'
+        "        try:\n"
+        "            yield\n"
+        "        finally:\n"
+        '            self._check(self._exchange_mode(ctypes.byref(mode)), "restoring this thread\'s capture mode")\n',
+        "        yield\n",
+        "gpu/test_cuda_device.py::test_another_thread_may_plan_bring_back_evict_and_drop_graphs_while_this_one_records",
+        "graph/test_cuda_runtime.py::test_a_body_is_recorded_inside_the_relaxed_guard",
+    ),
+    Guard(
+        "the user object on a captured graph",
+        "planlife/cuda_runtime.py",
+        "self.can_watch = self._create is not None and self._retain is not None\n",
+        "self.can_watch = False\n",
+        "gpu/test_cuda_device.py::test_a_graph_that_ends_while_replays_are_in_flight_keeps_what_they_read",
+        "graph/test_cuda_runtime.py::test_a_watched_capture_arrives_in_the_queue_when_its_graph_goes",
+    ),
+    Guard(
+        "evict before allocate",
+        "planlife/residency.py",
+        "        for victim in victims:\n"
+        "            self.store.evict(victim, tombstone)\n"
+        "        buffers: list[Any] = []\n"
+        "        contents: list[Any] = []\n"
+        "        stream = self._device.current_stream()\n"
+        "        try:\n"
+        "            for item in items:\n"
+        "                buffers.append(self._device.allocate(item.num_bytes))\n",
+        "        buffers: list[Any] = []\n"
+        "        contents: list[Any] = []\n"
+        "        stream = self._device.current_stream()\n"
+        "        try:\n"
+        "            for item in items:\n"
+        "                buffers.append(self._device.allocate(item.num_bytes))\n"
+        "            for victim in victims:\n"
+        "                self.store.evict(victim, tombstone)\n",
+        f"{LIFECYCLE}::test_200_random_steps_stay_within_the_budget_by_the_storages_that_are_alive",
+        "lifecycle/test_memory_and_values.py"
+        "::test_200_random_steps_stay_within_the_budget_by_the_storages_that_are_alive",
+    ),
+)
+
+
+def copy_without(guard: Guard | None, into: Path) -> None:
+    """The sources and tests, less a guard. Exits if its text is not there exactly once."""
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, into / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, into / name)
+    if guard is not None:
+        path = into / guard.file
+        text = path.read_text()
+        if text.count(guard.text) != 1:
+            sys.exit(f"{guard.name}: its text is {text.count(guard.text)} times in {guard.file}, not once; update it.")
+        path.write_text(text.replace(guard.text, guard.without))
+
+
+def run_tests(tree: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=line"]
+    path = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])  # the copy comes first
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    options = {"cwd": tree, "env": environment, "capture_output": True, "text": True, "timeout": TIMEOUT_S}
+    return subprocess.run([*command, *(f"tests/{test}" for test in tests)], **options)
+
+
+def verdict(guard: Guard | None, tests: Sequence[str]) -> tuple[bool, str]:
+    """Whether all is as it must be, and a line that says so. None: no guard is taken out."""
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="planlife-mutant-") as directory:
+        copy_without(guard, Path(directory))
+        run = run_tests(Path(directory), tests)
+    seconds = f"{time.monotonic() - begin:5.1f} s"
+    output = (run.stdout + run.stderr).replace(directory, "").strip().splitlines()
+    skipped = " skipped" in run.stdout
+    if guard is None:
+        word = "green" if run.returncode == 0 and not skipped else "BROKEN"
+        return word == "green", f"{word:9}{seconds}  nothing taken out: {output[-1:]}"
+    # 1: tests ran, and some failed. Anything else is no answer: not collected, interrupted, internal error.
+    word = {0: "SURVIVED", 1: "red"}.get(run.returncode, "BROKEN")
+    why = next((line for line in output if line.startswith("/") and ": " in line), "".join(output[-1:]))
+    return word == "red", f"{word:9}{seconds}  {guard.name}\n{'':18}{tests[0].split('::')[-1]}\n{'':18}{why[:160]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--on", choices=("gpu", "cpu"), help="whose tests; the GPU's where there is one")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("words", nargs="*", help="only guards whose name has all of these")
+    options = parser.parse_args()
+    on = options.on
+    if on is None:
+        import torch
+
+        on = "gpu" if torch.cuda.is_available() else "cpu"
+    guards = [one for one in GUARDS if getattr(one, on) and all(word in one.name for word in options.words)]
+    if not guards:
+        sys.exit(f"no guard with a test on a {on} is named so; they are: {', '.join(one.name for one in GUARDS)}.")
+    tests = {one: [getattr(one, on)] for one in guards}
+    jobs = [(None, [test for names in tests.values() for test in names]), *tests.items()]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        are_right = []
+        for is_right, line in pool.map(lambda job: verdict(*job), jobs):
+            print(line, flush=True)
+            are_right.append(is_right)
+    sys.exit(not all(are_right))
+
+
+if __name__ == "__main__":
+    main()
