@@ -577,8 +577,9 @@ def test_empty_rows_are_zeros_and_unused_scratch_stays_as_it_was(double):
     call = valid_call(double, (600,))
     pa_decode(**call)
     used = int(call["work_plan"].reduce_info.sum())
-    assert not call["exp_sums"][:, :used].isnan().any()
-    assert call["exp_sums"][:, used:].isnan().all()
+    for name in ("exp_sums", "max_logits", "temporary_output"):
+        assert not call[name][:, :used].isnan().any()
+        assert call[name][:, used:].isnan().all()
 
 
 def test_a_view_of_a_plan_decodes_its_first_rows(double):
@@ -619,6 +620,8 @@ def test_a_stale_plan_answers_for_its_old_lengths():
     ("name", "at", "value"),
     [
         *(("work_info", (0, column), value) for column, value in ((0, 1), (1, 1), (2, 0), (3, 299))),
+        ("work_info", (1, 1), 0),
+        ("work_info", (0, 2), 2),
         ("work_info", (1, 2), 1),
         ("work_info", (8, 2), 3),
         ("reduce_info", (0, 0), 1),
@@ -639,6 +642,21 @@ def test_every_word_of_the_tables_is_compared_with_the_lengths(name, at, value):
         assert any("not refreshed" in text for text in double.violations)
 
 
+def test_a_row_that_is_missing_from_both_tables_is_a_violation(double):
+    call = valid_call(double, (300, 17))
+    plan = call["work_plan"]
+    plan.work_info[2] = plan.reduce_info[1, 1] = 0
+    with pytest.raises(DoubleViolation, match="not refreshed"):
+        pa_decode(**call)
+
+
+def test_what_the_kernel_skips_may_be_anything(double):
+    call = valid_call(double, (300, 17))
+    call["work_plan"].work_info[3:, 0] = 7
+    pa_decode(**call)
+    assert_right(call)
+
+
 def test_a_task_of_a_row_that_the_call_does_not_have_is_a_violation(double):
     call = valid_call(double, (300, 17))
     plan = call["work_plan"]
@@ -647,6 +665,9 @@ def test_a_task_of_a_row_that_the_call_does_not_have_is_a_violation(double):
     small = call | rows | {"work_plan": view}
     with pytest.raises(DoubleViolation, match="past the query"):
         pa_decode(**small | scratch_of(small))
+    plan.work_info[2, 0] = -1
+    with pytest.raises(DoubleViolation, match="past the query"):
+        pa_decode(**call)
 
 
 def test_lengths_beyond_the_promised_bound_and_pages_outside_the_cache_are_violations(double):
@@ -663,6 +684,16 @@ def test_lengths_beyond_the_promised_bound_and_pages_outside_the_cache_are_viola
             pa_decode(**spoilt)
 
 
+def test_pages_before_the_window_may_be_anything(double):
+    call = valid_call(double, (600,), sliding_window=20)
+    call["block_tables"][0, :32] = -1  # tiles of 256 tokens are read from their beginning
+    pa_decode(**call)
+    assert double.violations == []
+    call["block_tables"][0, 32] = -1
+    with pytest.raises(DoubleViolation, match="no page"):
+        pa_decode(**call)
+
+
 @pytest.mark.parametrize("options", [{}, {"layout": "packed, plain V"}, {"kv": "bf16"}], ids=str)
 def test_v_must_be_finite_to_the_end_of_a_rows_last_page(double, options):
     call = valid_call(double, (300, 17), **options)
@@ -671,6 +702,13 @@ def test_v_must_be_finite_to_the_end_of_a_rows_last_page(double, options):
     values = call["value_cache"]
     values[unowned] = float("nan")
     pa_decode(**call)
+    assert not call["output"].isnan().any()
+    own = valid_call(double, (300, 0), **options)
+    own["value_cache"][int(own["block_tables"][1, 0])] = float("nan")  # an empty row has no page
+    pa_decode(**own)
+    own["value_cache"][int(own["block_tables"][0, 18])].view(-1)[0] = float("nan")  # a token of its own: its answer
+    pa_decode(**own)
+    assert own["output"].isnan().any()
     where = (last, 0, 0, 0, 5) if values.dim() == 5 else (last, 0, 0, 5)
     values[where] = float("nan")
     with pytest.raises(DoubleViolation, match="not finite"):
@@ -1054,6 +1092,8 @@ def test_nhd_caches_are_taken_where_the_library_says_so():
         call = valid_call(double, query_length=2, **shape)
         pa_decode(**call)
         assert_right(call)
+        with pytest.raises(ValueError, match="must match"):
+            pa_decode(**call | {"value_cache": call["value_cache"][..., :128]})
         with pytest.raises(NotImplementedError, match="NHD"):
             pa_decode(**valid_call(double, query_length=4, **shape))
         with pytest.raises(ValueError, match="finite and positive"):

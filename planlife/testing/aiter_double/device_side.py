@@ -141,7 +141,7 @@ def faults(
     )
     is_stale = (
         (is_task & ~is_foreign & ~is_right).any()
-        | (((tasks > 0) != (tiles > 0)) | (tasks < 0) | (tasks > tiles)).any()
+        | ((tasks > 0) != (tiles > 0)).any()
         | ((is_task & ~is_foreign).sum() != tasks.sum())
     )
 
