@@ -240,7 +240,7 @@ def test_whatever_comes_from_a_file_is_escaped(tmp_path):
         (b"timestamp_ms,input_tokens,output_tokens\n0,5,99999999999\n", "line 2: output_tokens must be"),
         (b"timestamp_ms,input_tokens,output_tokens\nNaN,5,1\n", "line 2: timestamp_ms must be"),
         (b"timestamp_ms,input_tokens,output_tokens\n5,5,1\n4,5,1\n", "line 3: arrives"),
-        (gzip.compress(b"timestamp_ms,input_tokens,output_tokens\n0,5,1\n")[:-6], "cannot read on"),
+        (gzip.compress(b"timestamp_ms,input_tokens,output_tokens\n0,5,1\n", mtime=0)[:-6], "cannot read on"),
         (b'{"planlife_steps":1,"dt_us":[0],"rows":[NaN]}', "line 1: block must be a JSON object"),
         (b'{"planlife_steps":1,"dt_us":[0],"rows":[0]}', "no step with rows"),
         (b"\xef\xbb\xbftimestamp_ms,input_tokens,output_tokens\r\n0,5,x\r\n", "line 2: output_tokens must be"),
