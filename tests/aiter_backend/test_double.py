@@ -970,6 +970,7 @@ def test_a_library_that_is_not_it_has_no_planner(generation):
         except ImportError as error:
             assert generation in ("pypi", "old flydsl"), error  # noqa: PT017
         assert importlib.util.find_spec("aiter") is not None
+        assert importlib.util.find_spec("aiter.nothing") is None
 
 
 def test_a_fork_with_host_plans_has_a_plan_class_all_the_same():

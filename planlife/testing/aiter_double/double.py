@@ -411,10 +411,8 @@ class _Finder(MetaPathFinder, Loader):
         self._modules = double.modules()
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname.split(".")[0] != "aiter":
-            return None
         if fullname not in self._modules:
-            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+            return None  # the double's packages have no path on which another finder could find it
         is_package = any(name.startswith(f"{fullname}.") for name in self._modules)
         return ModuleSpec(fullname, self, is_package=is_package)
 
