@@ -413,7 +413,7 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname not in self._modules:
             return None  # the double's packages have no path on which another finder could find it
-        is_package = any(name.startswith(f"{fullname}.") for name in self._modules)
+        is_package = fullname == "aiter" or any(name.startswith(f"{fullname}.") for name in self._modules)
         return ModuleSpec(fullname, self, is_package=is_package)
 
     def exec_module(self, module: ModuleType) -> None:
