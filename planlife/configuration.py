@@ -23,6 +23,10 @@ FALLBACKS = ("triton", "torch")
 
 #: The oldest that the kernels were run with.
 _LEAST_TRITON = (3, 6)
+_TRITON_WAY_OUT = (
+    "pip install 'planlife[triton]' for a GPU, or pass 'torch'; on a CPU Triton only runs in its interpreter "
+    "(TRITON_INTERPRET=1), for tests"
+)
 
 #: What sites that share plans have in common: tables and what may be written into them depend on nothing else.
 _SHARED_FIELDS = ("num_kv_heads", "max_context_tokens", "sliding_window", "shared_lengths")
@@ -153,13 +157,13 @@ def _triton_absence() -> Sequence[str]:
     except Exception as error:  # a library of another build fails with whatever it likes, and is not here either
         return (
             f"'triton' needs the package triton >= {wanted}, which cannot be imported here "
-            f"({type(error).__name__}: {error}); pip install 'planlife[triton]', or pass 'torch'",
+            f"({type(error).__name__}: {error}); {_TRITON_WAY_OUT}",
         )
     version = getattr(triton, "__version__", None)  # a folder of that name can be imported too
     if version is None:
         return (
             f"'triton' needs the package triton >= {wanted}, and what is imported under its name is another thing "
-            f"({triton!r}); pip install 'planlife[triton]', or pass 'torch'",
+            f"({triton!r}); {_TRITON_WAY_OUT}",
         )
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or tuple(map(int, found.groups())) < _LEAST_TRITON:

@@ -334,7 +334,8 @@ class PlanManager:
         """Class, route and reason of one step; finds or mints its plan and refreshes it if its content is stale.
 
         Call it from the metadata builder, once per step and site, before replaying (before-replay style) or inside the
-        recording (in-graph style).
+        recording (in-graph style). Rows above the ladder's top are the fallback's; without one they are planned, and
+        decoded in parts of the top class, in a graph only in the in-graph style.
 
         Raises ConfigError for a bad step, MintError / RouteError where a plan is missing and nothing may replace it,
         BudgetError without room in a capture phase or with on_miss="raise". Capture: yes, records the refresh into the

@@ -204,8 +204,9 @@ class StepPlan:
     """One step's decision for one site: class, route, reason.
 
     route: "planned", "fallback" or "dummy"; reason: why not planned, else "". rows: the step's. class_rows: the class
-    that serves them, None off the planned route. captured: made while a stream recorded (its tables are in-graph).
-    Read it and hand it to pa_decode; fields that are not named here are the manager's.
+    that serves them (the top one where more rows are decoded in parts), None off the planned route. captured: made
+    while a stream recorded (its tables are in-graph). Read it and hand it to pa_decode; fields that are not named here
+    are the manager's.
 
     Borrows: the plan's tables, which an eviction takes away, and the owner, weakly where that is possible. It keeps the
     step's length tensor alive, and never the Step.

@@ -133,8 +133,18 @@ _SPEC_OPTIONS = _options(
 
 _OUTPUT_OPTIONS = _options(
     click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables."),
-    click.option("--html", type=click.Path(dir_okay=False), metavar="OUT", help="Write one self-contained page."),
-    click.option("--png", type=click.Path(dir_okay=False), metavar="OUT", help="Write the pictures as one PNG."),
+    click.option(
+        "--html",
+        type=click.Path(dir_okay=False),
+        metavar="OUT",
+        help="Write one self-contained page; needs the extra sim.",
+    ),
+    click.option(
+        "--png",
+        type=click.Path(dir_okay=False),
+        metavar="OUT",
+        help="Write the pictures as one PNG; needs the extra sim.",
+    ),
 )
 
 
@@ -156,7 +166,14 @@ def _progress(total: int, text: str) -> Iterator[Callable[..., None]]:
 
 
 def _check_outputs(source: str, outputs: Mapping[str, str | None]) -> None:
-    """Before anything is read or written: what cannot be written, or would be lost. Raises OSError, ConfigError."""
+    """Before anything is read or written: what cannot be written, or would be lost.
+
+    Raises OSError, ConfigError, BackendUnavailableError.
+    """
+    if outputs.get("--html") or outputs.get("--png"):
+        from .sim.pictures import require_matplotlib
+
+        require_matplotlib()
     taken = {os.path.realpath(source): "what is read"}
     for option, path in outputs.items():
         if path is None:
@@ -316,7 +333,7 @@ def simulate(
     The real manager is driven, on a device that computes nothing. Every policy sees the same steps: what it adds to
     their time is told, and does not move later arrivals.
 
-    Exit status: 0 done, 1 something could not be written, 2 bad input.
+    Exit status: 0 done, 1 something cannot be written, as pictures without the extra sim, 2 bad input.
     """
     from .sim.compare import Setting, compare
     from .sim.costs import COSTS
@@ -515,7 +532,8 @@ def fit_ladder(
 ) -> None:
     """The ladder that pads a trace's steps the least, with K classes or within BYTES, and lines to paste.
 
-    Exit status: 0 done, 1 something could not be written, 2 bad input, or a budget that holds not even one class.
+    Exit status: 0 done, 1 something cannot be written, as pictures without the extra sim, 2 bad input, or a
+    budget that holds not even one class.
     """
     from .ladder import CapacityLadder
     from .sim.fitting import Fitter, configuration_lines
@@ -607,7 +625,7 @@ def _print_fit(
 def report(file: str, as_json: bool, html: str | None, png: str | None) -> None:
     """Show a live manager's report, from the JSON that PlanManager.report().to_json() gave.
 
-    Exit status: 0 done, 1 something could not be written, 2 bad input.
+    Exit status: 0 done, 1 something cannot be written, as pictures without the extra sim, 2 bad input.
     """
     from .sim.report_file import read_report
 

@@ -16,7 +16,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 class TraceError(ConfigError):
-    """A trace that cannot be read. The message is one line and names the file and the line."""
+    """A trace that cannot be read. The message is one line and names the file, and the line if there is one."""
 
 
 class Refused(Exception):
@@ -45,9 +45,9 @@ class TraceFile:
             raise TraceError(f"trace {self.name!r}, line {max(1, self.line_number)}: {refused}.") from None
         except (OSError, EOFError, zlib.error) as error:
             reason = getattr(error, "strerror", None) or error
-            is_unopened = isinstance(error, OSError) and error.errno and not self.line_number
-            what = "cannot be opened" if is_unopened else "cannot read on"
-            raise TraceError(f"trace {self.name!r}, line {self.line_number + 1}: {what}: {reason}.") from None
+            if isinstance(error, OSError) and error.errno and not self.line_number:
+                raise TraceError(f"trace {self.name!r} cannot be opened: {reason}.") from None
+            raise TraceError(f"trace {self.name!r}, line {self.line_number + 1}: cannot read on: {reason}.") from None
 
     def lines(self) -> Iterator[str]:
         """The lines that are not blank, stripped. Raises Refused, OSError, EOFError, zlib.error."""

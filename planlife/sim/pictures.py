@@ -43,16 +43,24 @@ _STYLE: Any = {
 }
 
 
+def require_matplotlib() -> None:
+    """To be asked before the work that ends in figures. Raises BackendUnavailableError."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ModuleNotFoundError as missing:
+        raise BackendUnavailableError(
+            f"pictures need {missing.name}, which is not here: pip install 'planlife[sim]', or leave out --html and "
+            "--png."
+        ) from None
+
+
 @contextmanager
 def _figure(height_inches: float, rows: int = 1, **options: Any) -> Iterator[tuple[Figure, Any]]:
     """A figure of its own, which no global state of pyplot knows. Raises BackendUnavailableError."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as missing:
-        raise BackendUnavailableError(
-            f"pictures need {missing.name}, which is not here: pip install 'planlife[sim]'."
-        ) from None
+    require_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(_WIDTH_INCHES, height_inches))
         yield figure, figure.subplots(rows, 1, **options)

@@ -146,10 +146,12 @@ def test_sites_may_come_from_a_file(tmp_path):
 
 
 def test_the_commands_on_the_page_about_operating_are_commands():
-    """Their options exist and take these values; the traces they name are not part of the project."""
+    """Their options exist and take these values; of the traces they name only the first is part of the project."""
     text = (DATA.parents[1] / "docs" / "operating.md").read_text()
     commands = re.findall(r"^planlife (.+)$", "".join(re.findall(r"^```sh\n(.*?)^```$", text, re.M | re.S)), re.M)
-    assert len(commands) == 4
+    assert len(commands) == 5
+    assert "--trace planlife/demo/sample_trace.csv " in commands[0]
+    assert (DATA.parents[1] / "planlife" / "demo" / "sample_trace.csv").is_file()
     for line in commands:
         name, *arguments = shlex.split(line)
         found = command.get_command(click.Context(command), name)
@@ -240,7 +242,7 @@ def test_whatever_comes_from_a_file_is_escaped(tmp_path):
         (b"timestamp_ms,input_tokens,output_tokens\n0,5,99999999999\n", "line 2: output_tokens must be"),
         (b"timestamp_ms,input_tokens,output_tokens\nNaN,5,1\n", "line 2: timestamp_ms must be"),
         (b"timestamp_ms,input_tokens,output_tokens\n5,5,1\n4,5,1\n", "line 3: arrives"),
-        (gzip.compress(b"timestamp_ms,input_tokens,output_tokens\n0,5,1\n")[:-6], "cannot read on"),
+        (gzip.compress(b"timestamp_ms,input_tokens,output_tokens\n0,5,1\n", mtime=0)[:-6], "cannot read on"),
         (b'{"planlife_steps":1,"dt_us":[0],"rows":[NaN]}', "line 1: block must be a JSON object"),
         (b'{"planlife_steps":1,"dt_us":[0],"rows":[0]}', "no step with rows"),
         (b"\xef\xbb\xbftimestamp_ms,input_tokens,output_tokens\r\n0,5,x\r\n", "line 2: output_tokens must be"),
@@ -294,15 +296,25 @@ def test_a_page_that_cannot_be_written_is_one_line(tmp_path):
     assert "Traceback" not in result.stderr
 
 
-def test_without_matplotlib_figures_are_printed_and_pictures_name_their_extra(monkeypatch, tmp_path):
+def test_without_matplotlib_tables_are_printed_and_pictures_name_their_extra_before_anything_is_done(
+    monkeypatch, tmp_path
+):
     import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     good("simulate", "--trace", AZURE)
-    result = run("simulate", "--trace", AZURE, "--html", str(tmp_path / "page.html"))
-    assert result.exit_code == 1
-    assert "planlife[sim]" in result.stderr
+    steps, page = tmp_path / "steps", str(tmp_path / "page")
+    for arguments in (
+        ("simulate", "--trace", AZURE, "--steps-out", str(steps)),
+        ("fit-ladder", "--trace", AZURE, "--classes", "4"),
+        ("report", str(live_report(tmp_path)[0])),
+    ):
+        for option in ("--html", "--png"):
+            result = run(*arguments, option, page)
+            assert (result.exit_code, result.stdout) == (1, "")
+            assert result.stderr.startswith("planlife: pictures need matplotlib") and "planlife[sim]" in result.stderr
+    assert not steps.exists()
 
 
 def live_report(tmp_path: Path) -> tuple[Path, PlanManager]:

@@ -141,7 +141,7 @@ def test_a_truncated_gzip_is_named_by_file_and_line(tmp_path):
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(TraceError, match="none', line 1: cannot be opened"):
+    with pytest.raises(TraceError, match="none' cannot be opened: No such file"):
         is_step_log(tmp_path / "none")
     with pytest.raises(TraceError, match="path"):
         TraceFile("a\0b")

@@ -221,7 +221,7 @@ def test_a_header_without_requests_is_refused(tmp_path):
 
 def test_a_missing_file_and_a_directory_are_refused_by_name(tmp_path):
     missing = tmp_path / "gone.csv"
-    assert refusal(missing).startswith(f"trace {str(missing)!r}, line 1: ")
+    assert refusal(missing).startswith(f"trace {str(missing)!r} cannot be opened: ")
     assert str(tmp_path) in refusal(tmp_path)
 
 
