@@ -95,13 +95,15 @@ def _find() -> tuple[ModuleType | None, str]:
         spec = util.find_spec("aiter")
         if spec is None:
             return None, f"'aiter' is not installed: {_WHERE_FROM}; {_OTHERWISE[3:]}"
+        # Without a file there is nothing to tell it by: an importer of its own brings it.
+        has_files = spec.origin is not None
         folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-        if not any((folder / "ops").is_dir() for folder in folders):
+        if has_files and not any((folder / "ops").is_dir() for folder in folders):
             return None, (
                 f"the 'aiter' in {spec.origin} is PyPI's asyncio package of that name, not ROCm's kernel library: "
                 f"pip uninstall aiter; ROCm's comes with the ROCm images; {_OTHERWISE}"
             )
-        if not any((folder / _PLANNER_FILE).is_file() for folder in folders):
+        if has_files and not any((folder / _PLANNER_FILE).is_file() for folder in folders):
             return None, f"the aiter here has no {DEFINING_MODULE}, and so no plan_pa_decode: {_UPGRADE}, {_OTHERWISE}"
     try:
         # Not `import a.b.c as m`, which takes an attribute of the package.
