@@ -10,8 +10,8 @@ import torch
 from planlife import CapacityLadder, ConfigError, PlanManager, PlanSpec, Step
 from planlife.planner import TILE_TOKENS, plan_tables
 from planlife.testing import reference_decode
+from planlife.testing.decode_table import LAYOUTS, lay_out
 
-from ..cache_layouts import LAYOUTS, lay_out
 from . import world
 from .world import IN_GRAPH, PAGE, Owner, World, both_styles, counters_of, limited_backend, row_errors
 

@@ -13,8 +13,8 @@ import torch
 from planlife.errors import MintError
 from planlife.kernels.triton_decode import compile_decode
 from planlife.testing import EmulatedGraph, record
+from planlife.testing.decode_table import LAYOUTS, lay_out
 
-from ..cache_layouts import LAYOUTS, lay_out
 from ..lifecycle.world import row_errors
 from ..torch_backend.test_cache_kinds import FP8, NUM_FAR_PAGES, TABLE, Overlapping
 from .triton_call import DEVICE, TritonCall
