@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from timeit import Timer
 from typing import Any
@@ -172,6 +172,9 @@ class _IdleBackend:
 
     def default_workgroup_budget(self, spec: PlanSpec, device: Any) -> int:
         return 1
+
+    def excluded(self, device: Any) -> Mapping[str, str]:
+        return {}
 
     def table_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
         return 512

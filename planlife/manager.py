@@ -1299,11 +1299,10 @@ class PlanManager:
             )
 
     def _excluded(self) -> dict[str, str]:
-        excluded = {"compiled code": "what the backend's compiler and loader keep per specialisation"}
-        if self._backend.name == "torch" and self._device.name.startswith("cuda"):
-            excluded["matrix products"] = (
-                "what torch keeps for its BLAS library from the first one on, about 32 MiB of cuBLAS"
-            )
+        excluded = {
+            "compiled code": "what the backend's compiler and loader keep per specialisation",
+            **self._backend.excluded(self._device),
+        }
         if self._flags is not None:
             excluded["sanitizer"] = f"{NUM_FLAGS * 8} bytes of counters"
         if self._fallback is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -239,6 +239,9 @@ class AiterBackend:
                 sliding_window=spec.sliding_window,
             )
         )
+
+    def excluded(self, device: Any) -> Mapping[str, str]:
+        return {}
 
     def table_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
         return table_ends(spec_capacity(spec, plan_rows, num_compute_units), plan_rows)[2] + 3 * _WORD_BYTES

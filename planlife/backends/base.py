@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from ..device import require_members
@@ -38,6 +38,10 @@ class Backend(Protocol):
 
         device: in an estimate nothing is known of it but num_compute_units.
         """
+        ...
+
+    def excluded(self, device: Any) -> Mapping[str, str]:
+        """What it makes the process hold on `device` beside the byte budget, by name, for `report().excluded`."""
         ...
 
     def table_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +100,13 @@ class TorchBackend:
 
     def default_workgroup_budget(self, spec: PlanSpec, device: Any) -> int:
         return default_workgroup_budget(device.num_compute_units)
+
+    def excluded(self, device: Any) -> Mapping[str, str]:
+        if not device.name.startswith("cuda"):
+            return {}
+        return {
+            "matrix products": "what torch keeps for its BLAS library from the first one on, about 32 MiB of cuBLAS"
+        }
 
     def table_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
         return table_ends(spec_capacity(spec, plan_rows, num_compute_units), plan_rows)[2]

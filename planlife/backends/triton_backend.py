@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,9 @@ class TritonBackend:
 
     def default_workgroup_budget(self, spec: PlanSpec, device: Any) -> int:
         return default_workgroup_budget(device.num_compute_units)
+
+    def excluded(self, device: Any) -> Mapping[str, str]:
+        return {}
 
     def table_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
         end = _word_end(spec_capacity(spec, plan_rows, num_compute_units), plan_rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..backends.base import Backend
@@ -57,6 +57,9 @@ class SimBackend(FakeBackend):
 
     def default_workgroup_budget(self, spec: PlanSpec, device: Any) -> int:
         return self._sizes.default_workgroup_budget(spec, device)
+
+    def excluded(self, device: Any) -> Mapping[str, str]:
+        return {}
 
     def table_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
         return self._sizes.table_bytes(spec, plan_rows, num_compute_units)

@@ -10,7 +10,7 @@ import math
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -513,6 +513,9 @@ class FakeBackend:
         if self.default_budget is not None:
             return self.default_budget(spec, device)
         return default_workgroup_budget(device.num_compute_units)
+
+    def excluded(self, device: Any) -> Mapping[str, str]:
+        return {}
 
     def table_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
         self._count("table_bytes")

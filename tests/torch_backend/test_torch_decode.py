@@ -7,6 +7,7 @@ import math
 import re
 import types
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -458,3 +459,8 @@ def test_the_row_limit_is_a_setting():
 def test_a_row_limit_that_can_never_work_is_refused(limit):
     with pytest.raises(ConfigError, match="max_plan_rows must be"):
         TorchBackend(max_plan_rows=limit)
+
+
+@pytest.mark.parametrize(("device", "is_told"), [("cuda:0", True), ("cpu", False)])
+def test_what_matrix_products_keep_on_a_gpu_is_told(device, is_told):
+    assert ("cuBLAS" in str(TorchBackend().excluded(SimpleNamespace(name=device)))) is is_told

@@ -475,15 +475,13 @@ def test_a_step_in_parts_counts_as_a_lookup_of_its_class() -> None:
     assert (world.counters["hits"], world.counters["misses"]) == (2, 1)
 
 
-@pytest.mark.parametrize(
-    ("backend_name", "device_name", "is_told"),
-    [("torch", "cuda:0", True), ("torch", "cpu", False), ("triton", "cuda:0", False)],
-)
-def test_what_torchs_matrix_products_keep_on_a_gpu_is_told_to_be_outside_the_budget(backend_name, device_name, is_told):
-    backend, device = FakeBackend(), FakeDevice(device_name)
-    backend.name = backend_name
-    with PlanManager(spec(), ladder=CapacityLadder([2]), device=device, backend=backend) as manager:
+def test_what_a_backend_makes_the_process_hold_is_told_to_be_outside_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = FakeBackend()
+    monkeypatch.setattr(backend, "excluded", lambda device: {"its library": f"a workspace on {device.name}"})
+    with PlanManager(spec(), ladder=CapacityLadder([2]), device=FakeDevice(), backend=backend) as manager:
         report = manager.report()
-        assert ("matrix products" in report.excluded) is is_told
-        assert ("cuBLAS" in str(report)) is is_told
-        assert "compiled code" in report.excluded
+    assert report.excluded["its library"] == f"a workspace on {FakeDevice().name}"
+    assert "a workspace on" in str(report)
+    assert "compiled code" in report.excluded
