@@ -9,22 +9,18 @@ import pytest
 import torch
 
 from planlife import CapacityLadder, PlanManager, PlanSpec, Step
-from planlife.aiter_library import probe
-from planlife.backends import aiter_backend
 from planlife.testing import reference_decode, row_errors
-from planlife.testing.aiter_double import AiterDouble, aiter_double
+from planlife.testing.aiter_double import AiterDouble
+from planlife.testing.aiter_machine import aiter_machine
 
 HEAD_DIM, PAGE, PAGES, MAX_TOKENS, MAX_ROWS = 128, 16, 300, 2048, 8
 SCALE = HEAD_DIM**-0.5
 
 
 @pytest.fixture(params=["G2", "G3", "newer"])
-def double(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[AiterDouble]:
-    monkeypatch.setattr(aiter_backend, "architecture_of", lambda device: "gfx942")
-    with aiter_double(arch="gfx942", num_cu=256, generation=request.param) as double:
-        probe.cache_clear()
+def double(request: pytest.FixtureRequest) -> Iterator[AiterDouble]:
+    with aiter_machine("gfx942", generation=request.param) as double:
         yield double
-    probe.cache_clear()
 
 
 class Site:
