@@ -96,7 +96,7 @@ def test_a_replay_calls_no_python_of_planlife_or_of_the_model(style: str) -> Non
         nonlocal layer_calls
         layer_calls += 1
         call = (world.output, world.query, world.key_cache, world.value_cache, world.tables, scale)
-        world.manager.pa_decode(plan, *call)
+        world.manager.pa_decode(plan, *call, **world.scales)
 
     graph = world.capture(world.step(), style, layer)
     scale = 17.0  # a captured Python value: changing it afterwards changes nothing
