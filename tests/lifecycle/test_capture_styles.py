@@ -456,7 +456,7 @@ def test_a_graph_keeps_its_captured_length_buffer(style: str) -> None:
     expected = world.expected(lens=lens)
     graph = world.capture(Step(lens, owner=Owner()), style)
     # Other steps take over every mark, so that nothing but the graph's pins can hold the buffer.
-    world.set_lens(CAPTURE_LENS, tables=world.tables.clone())
+    world.lens.copy_(lens)
     world.capture(world.step(), style)
     world.eager(world.step())
     alive = weakref.ref(lens)

@@ -122,7 +122,7 @@ class Served:
 
     def assert_right(self, output: torch.Tensor, expected: torch.Tensor | None = None) -> None:
         errors = row_errors(output, self.expected() if expected is None else expected, self.spec.query_length)
-        assert (errors <= 1e-2).all(), errors
+        assert (errors <= self.kind.row_bound).all(), errors
 
     def assert_right_both_ways(self) -> None:
         """Eager, and replayed in a graph that was captured over other lengths."""

@@ -24,7 +24,6 @@ from planlife.torch_device import resolve_device
 
 DEVICE = "cpu"  #: where worlds are made that are not told
 NUM_PAGES, PAGE, MAX_PAGES = 160, 16, 40
-BIG_ERROR = 1e-2  # relative, per row, BF16
 
 #: Where plan_for is called: before each replay, or inside the recording.
 BEFORE_REPLAY, IN_GRAPH = "before replay", "in graph"
@@ -41,6 +40,7 @@ class Kind:
     layouts: all that may be had with this dtype. other_page_size: one besides PAGE that may be had.
     fp8: what an FP8 cache is, whatever this kind's own is.
     finite_values: V must be finite in all of a row's own pages, also behind its last token.
+    row_bound: the largest relative error of a row that rounding explains.
     """
 
     layout: str = "nhd"
@@ -51,6 +51,7 @@ class Kind:
     other_page_size: int = 1
     fp8: str = "float8_e4m3fn"
     finite_values: bool = False
+    row_bound: float = 1e-2  # BF16
 
     def spec(self, **changes: Any) -> PlanSpec:
         """A small site over such caches."""
@@ -338,7 +339,7 @@ class World:
     def assert_right(self, output: torch.Tensor, expected: torch.Tensor, query_length: int = 1) -> None:
         """Row by row: a global norm would hide a wrong long row behind short ones. Rows beyond `expected` are zeros."""
         errors = row_errors(output, expected, query_length)
-        assert (errors <= BIG_ERROR).all(), f"relative error per row: {errors.tolist()}"
+        assert (errors <= self.kind.row_bound).all(), f"relative error per row: {errors.tolist()}"
 
     def assert_same(self, output: torch.Tensor, other: torch.Tensor) -> None:
         """Two decodes of the same lengths. On a GPU torch's kernels add up tiles in any order."""
@@ -349,7 +350,7 @@ class World:
 
     def assert_wrong(self, output: torch.Tensor, expected: torch.Tensor, query_length: int = 1) -> None:
         """Positive control: the comparison does see another step's work."""
-        assert not (row_errors(output, expected, query_length) <= BIG_ERROR).all()
+        assert not (row_errors(output, expected, query_length) <= self.kind.row_bound).all()
 
 
 @contextmanager
