@@ -30,11 +30,11 @@ _OTHER_LAYOUTS = [
         for stray, layout in itertools.product((-1, 0, 2**31 - 1, -(2**31)), ("nhd", "hnd"))
     ),
 ]
-_NO_LSE = "aiter gives no log-sum-exps; that they are refused: test_aiter_scenarios.py"
+_NO_LSE = "aiter gives no log-sum-exps; that they are refused: test_scenarios.py"
 _CHECKED_BEFORE = "shapes of 'nhd' caches, which are checked before any backend is asked"
-_OWN_LAYOUTS = "aiter reads contiguous packed caches; that views are refused: test_what_aiter_refuses.py"
+_OWN_LAYOUTS = "aiter reads contiguous packed caches; that views are refused: test_scenarios.py"
 _MANY_ROWS = "the warm-up runs each of 4096 row counts, which takes the double minutes"
-_ANY_KIND = "its parameters are kinds of other libraries; those of aiter: test_aiter_scenarios.py"
+_ANY_KIND = "its parameters are kinds of other libraries; those of aiter: test_scenarios.py"
 
 #: What cannot hold on aiter, and why. Names of tests, or of one of their parameter sets.
 NOT_HERE = {
