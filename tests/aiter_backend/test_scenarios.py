@@ -12,7 +12,6 @@ from planlife.backends.aiter_backend import AiterBackend
 from planlife.testing import DecodeInputs, decode_cases
 
 from ..lifecycle import test_cache_kinds, test_decode_cases, test_values
-from ..lifecycle.test_drafts import *  # noqa: F403
 from ..lifecycle.test_segments import *  # noqa: F403
 from ..lifecycle.world import PAGE, World, both_styles, new_device, small_spec
 from .machines import *  # noqa: F403
@@ -30,7 +29,7 @@ SCALES = [
 def machine(request: pytest.FixtureRequest) -> Machine:
     """FP8 on each architecture, with the generation that the modules beside this one have on another."""
     arch, generation = request.param
-    return Machine(arch, generation, kind_of(arch, head_dim=128))
+    return Machine(arch, generation, kind_of(arch))
 
 
 @both_styles
@@ -102,6 +101,14 @@ def test_a_cache_that_is_a_view_of_a_larger_one_is_refused_before_anything_is_la
     world.assert_right(world.decode(plan), world.expected())
 
 
+def world_of_own_pages() -> World:
+    """Four rows that share no page."""
+    world = World(warm=True)
+    world.set_lens([3, 17, 300, 255])
+    world.tables[:4, :20] = torch.arange(1, 81).view(4, 20)
+    return world
+
+
 def poison_tail(world: World, cache: torch.Tensor, row: int, what: float) -> None:
     """Behind the last token of a row whose last page is not full."""
     length = int(world.lens[row])
@@ -115,20 +122,18 @@ def poison_tail(world: World, cache: torch.Tensor, row: int, what: float) -> Non
 
 
 def test_what_is_finite_behind_a_rows_last_token_reaches_no_output() -> None:
-    """C35, as far as aiter goes: any V that is a number, and any K."""
-    world = World(warm=True)
-    world.set_lens([3, 17, 300, 255])
+    """C35, as far as aiter goes."""
+    world = world_of_own_pages()
     expected = world.expected(world.query[:4], world.lens[:4])
     for row in range(4):
-        poison_tail(world, world.key_cache, row, torch.nan)
-        poison_tail(world, world.value_cache, row, 200.0)
+        for cache in (world.key_cache, world.value_cache):
+            poison_tail(world, cache, row, 200.0)
     world.assert_right(world.eager(world.step(4))[:4], expected)
 
 
 def test_a_v_that_is_not_finite_behind_a_rows_last_token_is_seen() -> None:
     """The kernel multiplies it by 0: the engine's pages must be written once before they are handed out."""
-    world = World(warm=True)
-    world.set_lens([3, 17, 300, 255])
+    world = world_of_own_pages()
     poison_tail(world, world.value_cache, 2, torch.nan)
     world.eager(world.step(4))
 
