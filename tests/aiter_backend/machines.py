@@ -51,6 +51,9 @@ class Machine:
     generation: str
     kind: Kind
 
+    def __str__(self) -> str:
+        return f"{self.arch}-{self.generation}-{self.kind.kv_dtype}"
+
 
 class Watched:
     """A double, and what is wrong since `start`."""
@@ -125,6 +128,8 @@ def _over_aiter(
     request: pytest.FixtureRequest,
 ) -> Iterator[None]:
     """Worlds over the machine. Over a double, the test has to leave nothing wrong but what ON_PURPOSE says."""
+    if "worlds_on_the_gpu" in request.fixturenames:
+        request.getfixturevalue("worlds_on_the_gpu")  # which names another backend
     node, on_purpose = request.node, getattr(request.module, "ON_PURPOSE", {})
     wanted = on_purpose.get(node.name) or on_purpose.get(node.originalname)
     if watched is None and wanted is not None:

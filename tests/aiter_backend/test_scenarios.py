@@ -19,6 +19,11 @@ from .machines import Machine, Watched, _over_aiter, double_on, kind_of  # noqa:
 
 ON_PURPOSE = {"test_a_v_that_is_not_finite_behind_a_rows_last_token_is_seen": "V is not finite in the unwritten tail"}
 
+NOT_HERE = {
+    f"test_more_rows_than_a_backend_plans_at_once_are_served_in_segments[{one}]": "one architecture is enough of it"
+    for one in ("gfx950-G2", "gfx1250-newer")
+}
+
 SCALES = [
     (layout, scales)
     for layout, scales in (("packed", "per_tensor"), ("packed", "per_token"), ("packed, plain V", "per_tensor"))

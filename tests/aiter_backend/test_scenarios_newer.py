@@ -8,4 +8,4 @@ from .machines import Machine, _over_aiter, kind_of  # noqa: F401
 from .scenarios import *  # noqa: F403
 
 MACHINE = Machine("gfx1250", "newer", kind_of("gfx1250"))
-NOT_HERE = scenarios.NOT_HERE | scenarios.NOT_ON_A_CPU
+NOT_HERE = scenarios.NOT_HERE | scenarios.NOT_ON_A_CPU | scenarios.OTHER_WINDOWS

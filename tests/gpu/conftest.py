@@ -32,7 +32,7 @@ def _kernels_are_compiled_ahead(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _worlds_on_the_gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def worlds_on_the_gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """With the Triton backend, where the module names no other as its BACKEND."""
     monkeypatch.setattr(world, "DEVICE", "cuda")
     monkeypatch.setattr(world.World, "backend", getattr(request.module, "BACKEND", "triton"))
