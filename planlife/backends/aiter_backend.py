@@ -201,7 +201,7 @@ class AiterBackend:
         """aiter's own predicate, with a call of this site's shapes and one row; a no is explained as far as we can."""
         can_use = self._library.can_use
         assert can_use is not None
-        scale = _default_scale(spec)
+        scale = default_scale(spec)
         try:
             with device.relaxed():
                 sample = _Sample(spec, 1, device.name)
@@ -298,7 +298,7 @@ class AiterBackend:
         return self.make_tables(spec, plan_rows, num_cu, buffer), scratch
 
     def make_tables(self, spec: PlanSpec, plan_rows: int, num_compute_units: int, buffer: Any) -> AiterPlan:
-        scales = self._softmax_scales or (_default_scale(spec),)
+        scales = self._softmax_scales or (default_scale(spec),)
         return AiterPlan(self._library, spec, plan_rows, num_compute_units, buffer, scales)
 
     def refresh(self, tables: AiterPlan, context_lens: torch.Tensor | None, num_rows: int) -> None:
@@ -432,7 +432,8 @@ def _arguments(
     return positionals, keywords
 
 
-def _default_scale(spec: PlanSpec) -> float:
+def default_scale(spec: PlanSpec) -> float:
+    """The softmax scale that is compiled in where none is named."""
     return 1 / math.sqrt(spec.head_dim)
 
 
@@ -472,7 +473,7 @@ def _check_strides(query: torch.Tensor, output: torch.Tensor) -> None:
 
 
 def _check_reducer(spec: PlanSpec, plan_rows: int) -> None:
-    most = _most_reducer_rows(spec)
+    most = most_reducer_rows(spec)
     if plan_rows > most:
         raise ConfigError(
             f"a class of {plan_rows} rows is too large for aiter's reducer: rows x (query rows per KV head x "
@@ -481,7 +482,8 @@ def _check_reducer(spec: PlanSpec, plan_rows: int) -> None:
         )
 
 
-def _most_reducer_rows(spec: PlanSpec) -> int:
+def most_reducer_rows(spec: PlanSpec) -> int:
+    """Rows of one table set that aiter's reducer can index (R47)."""
     return MAX_REDUCER_INDICES // (spec.query_rows_per_kv_head * spec.num_kv_heads) ** 2
 
 
@@ -493,7 +495,7 @@ def _refuse_always(spec: PlanSpec, device: Any) -> list[str]:
             f"max_partitions={spec.max_partitions} is above the {device.num_compute_units} compute units "
             f"of {device.name}; pass at most that, or None"
         )
-    if not _most_reducer_rows(spec):
+    if not most_reducer_rows(spec):
         reasons.append(
             f"aiter's reducer does not hold {spec.query_rows_per_kv_head} query rows per KV head on "
             f"{spec.num_kv_heads} KV heads: their product is above 2^15; split the heads over more ranks"
