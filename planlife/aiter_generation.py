@@ -41,7 +41,7 @@ NEWER_NAMES = {
         "aiter reads no kv_layout='nhd' cache",
     ),
     "prepare_pa_decode_plan": (
-        "planlife does not call it: it makes plans and scratch of its own",
+        "planlife does not call it, and makes plans and scratch of its own",
         "planlife does not call it",
     ),
 }
@@ -158,7 +158,7 @@ def _place(module: ModuleType) -> str:
     if file:
         return str(file)
     loader = getattr(module, "__loader__", None)
-    return f"no file, but {type(loader).__module__}" if loader is not None else "no file"
+    return f"no file, brought by {type(loader).__module__}" if loader is not None else "no file"
 
 
 def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:

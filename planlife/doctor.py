@@ -395,7 +395,7 @@ class _Examination:
             missing += [f"fallback {fallback}"] if fallback is not None and self._is_absent(fallback) else []
             error = ""
             if missing:
-                error = f"raises {BackendUnavailableError.__name__}: {missing[0]} is not here"
+                error = f"raises {BackendUnavailableError.__name__}: {missing[0]} cannot be used here"
             elif lost:
                 error = f"raises {ConfigError.__name__}: fallback {fallback} cannot serve {', '.join(lost)}"
             elif refused and fallback is None:
