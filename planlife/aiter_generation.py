@@ -31,7 +31,10 @@ NEWER_NAMES = {
         "it decides which sites are served",
         "planlife's copy of aiter's limits decides which sites are served",
     ),
-    "max_batch_size": ("aiter knows gfx1250; planlife makes segments all the same", "aiter does not know gfx1250"),
+    "max_batch_size": (
+        "aiter plans more than 4,096 rows at once on gfx1250; planlife makes segments of 4,096 all the same",
+        "planlife makes segments of 4,096 rows",
+    ),
     "pa_decode_default_workgroup_budget": (
         "it says how many tasks a site's plans have",
         "plans have 2 tasks for each compute unit",

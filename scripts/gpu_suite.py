@@ -11,8 +11,10 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from importlib import util
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -29,9 +31,8 @@ NEEDED: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
 }
 _BEFORE_3_11 = (("exceptiongroup", "exceptiongroup"), ("tomli", "tomli"))
 
-_DOCTOR = (
-    "from planlife.doctor import diagnose; from planlife.sites import DEFAULT_SITES; print(diagnose(DEFAULT_SITES))"
-)
+#: What `main` prints before each of its parts.
+HEADINGS = ("== planlife doctor", "== pytest", "== summary")
 
 
 def main(arguments: list[str]) -> int:
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> int:
         return 1
     with tempfile.TemporaryDirectory(prefix="planlife-gpu-") as folder:
         extras, results = Path(folder, "extras"), Path(folder, "results.xml")
-        paths = [str(REPOSITORY), str(extras), os.environ.get("PYTHONPATH", "")]
+        paths = [str(REPOSITORY), str(REPOSITORY / "scripts"), str(extras), os.environ.get("PYTHONPATH", "")]
         # Failures and skips in one line each, however narrow the terminal is.
         environ = {"COLUMNS": "160", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         distributions = missing()
@@ -51,14 +52,15 @@ def main(arguments: list[str]) -> int:
             installed = subprocess.run([*pip, "--target", str(extras), *distributions], cwd=REPOSITORY)
             if installed.returncode:
                 return installed.returncode
-        print("== planlife doctor", flush=True)
-        subprocess.run([sys.executable, "-c", _DOCTOR], cwd=REPOSITORY, env=environ)
-        print("== pytest", flush=True)
+        print(HEADINGS[0], flush=True)
+        doctor = "import gpu_suite; gpu_suite.print_doctor()"
+        subprocess.run([sys.executable, "-c", doctor], cwd=REPOSITORY, env=environ)
+        print(HEADINGS[1], flush=True)
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rfE", f"--junitxml={results}"]
         status = subprocess.run([*command, *(arguments or ["tests/gpu"])], cwd=REPOSITORY, env=environ).returncode
-        print("== summary", flush=True)
+        print(HEADINGS[2], flush=True)
         print(summary(results.read_text(encoding="utf-8")) if results.exists() else "pytest wrote no results")
-        print(f"exit status {status}: {'all that ran is right' if status == 0 else 'see above'}")
+        print(verdict(status))
         return status
 
 
@@ -88,6 +90,31 @@ def missing() -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def print_doctor() -> None:
+    """What `planlife doctor` prints, without the libraries of the command line, about caches that aiter reads."""
+    from planlife.doctor import diagnose
+
+    print(diagnose(packed_sites()))
+
+
+def packed_sites() -> Any:
+    """A BF16 and an FP8 cache, of the FP8 that this GPU has."""
+    import torch
+
+    from planlife.backends.aiter_backend import FP8_OF_ARCHITECTURE
+    from planlife.sites import DEFAULT_SITES, Sites
+
+    name = getattr(torch.cuda.get_device_properties(0), "gcnArchName", "") if torch.cuda.is_available() else ""
+    bf16 = replace(DEFAULT_SITES.specs["default"], kv_layout="packed")
+    fp8 = replace(bf16, kv_dtype=FP8_OF_ARCHITECTURE.get(name.partition(":")[0], "float8_e4m3fn"), scales="per_tensor")
+    return Sites({"bf16": bf16, "fp8": fp8}, dict.fromkeys(("bf16", "fp8"), DEFAULT_SITES.ladders["default"]))
+
+
+def verdict(status: int) -> str:
+    """The last line."""
+    return f"exit status {status}: {'all that ran is right' if status == 0 else 'see above'}"
+
+
 def summary(results: str) -> str:
     """Of pytest's JUnit file: counts by module and outcome, each reason for a skip with its count."""
     cases = [(_module(case), *_outcome(case)) for case in ElementTree.fromstring(results).iter("testcase")]
@@ -96,7 +123,7 @@ def summary(results: str) -> str:
         by_module.setdefault(module, Counter())[outcome] += 1
     lines = [f"{module}: {_counts(found)}" for module, found in sorted(by_module.items())]
     reasons = Counter(reason for _, outcome, reason in cases if outcome == "skipped")
-    lines += [f"skipped, {count} times: {reason}" for reason, count in reasons.most_common()]
+    lines += [f"skipped {count}: {reason}" for reason, count in reasons.most_common()]
     lines.append(f"all: {_counts(Counter(outcome for _, outcome, _ in cases))}")
     return "\n".join(lines)
 

@@ -94,7 +94,7 @@ def test_the_doctor_the_tests_and_a_summary_with_each_reason_come_in_this_order(
     path.write_text(TESTS)
     assert gpu_suite.main([str(path), "--rootdir", str(tmp_path), "-c", "/dev/null"]) == 1
     output = capfd.readouterr().out
-    parts = ["== planlife doctor", "device: ", "== pytest", "== summary", "skipped, 2 times: needs two GPUs"]
+    parts = ["== planlife doctor", "device: ", "== pytest", "== summary", "skipped 2: needs two GPUs"]
     assert [output.index(part) for part in parts] == sorted(output.index(part) for part in parts)
     counts = "1 passed, 1 failed, 2 skipped"
     assert f"test_some: {counts}\n" in output and f"all: {counts}\n" in output

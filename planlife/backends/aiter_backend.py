@@ -201,7 +201,7 @@ class AiterBackend:
         """aiter's own predicate, with a call of this site's shapes and one row; a no is explained as far as we can."""
         can_use = self._library.can_use
         assert can_use is not None
-        scale = default_scale(spec)
+        scale = _default_scale(spec)
         try:
             with device.relaxed():
                 sample = _Sample(spec, 1, device.name)
@@ -298,7 +298,7 @@ class AiterBackend:
         return self.make_tables(spec, plan_rows, num_cu, buffer), scratch
 
     def make_tables(self, spec: PlanSpec, plan_rows: int, num_compute_units: int, buffer: Any) -> AiterPlan:
-        scales = self._softmax_scales or (default_scale(spec),)
+        scales = self._softmax_scales or (_default_scale(spec),)
         return AiterPlan(self._library, spec, plan_rows, num_compute_units, buffer, scales)
 
     def refresh(self, tables: AiterPlan, context_lens: torch.Tensor | None, num_rows: int) -> None:
@@ -432,8 +432,7 @@ def _arguments(
     return positionals, keywords
 
 
-def default_scale(spec: PlanSpec) -> float:
-    """The softmax scale that is compiled in where none is named."""
+def _default_scale(spec: PlanSpec) -> float:
     return 1 / math.sqrt(spec.head_dim)
 
 
