@@ -28,7 +28,6 @@ def asked_anew():
     [
         ("gfx942", {}, {"bf16": "", "fnuz": "", "fn": "FP8 cache of gfx942"}),
         ("gfx950", {}, {"bf16": "", "fnuz": "FP8 cache of gfx950", "fn": ""}),
-        ("gfx1250", {}, dict.fromkeys(("bf16", "fnuz", "fn"), "too old for gfx1250")),
         ("gfx1250", NEW, {"bf16": "", "fnuz": "FP8 cache of gfx1250", "fn": ""}),
         ("gfx90a", {}, dict.fromkeys(("bf16", "fnuz", "fn"), "this GPU is gfx90a")),
         ("gfx942", OLD, dict.fromkeys(("bf16", "fnuz", "fn"), "has no plan_pa_decode")),
