@@ -29,7 +29,7 @@ _UNTOLD = "G2 or G3"
 NEWER_NAMES = {
     "can_use_flydsl_pa_decode": (
         "it decides which sites are served",
-        "planlife's copy of aiter's limits decides which sites are served",
+        "pa_decode's own host checks decide which sites are served",
     ),
     "max_batch_size": (
         "aiter plans more than 4,096 rows at once on gfx1250; planlife makes segments of 4,096 all the same",

@@ -91,7 +91,7 @@ def diagnose(
     """Ask everything. The arguments are PlanManager's; machine: None = this one.
 
     Imports torch, and aiter where that is ROCm's. Raises ConfigError for arguments that mean nothing. Capture: no.
-    Syncs: no. Allocates: a context on each GPU; where aiter has a predicate, for a moment the tensors to ask it with.
+    Syncs: no. Allocates: a context on each GPU; where aiter can be used, for a moment the tensors to ask it with.
     """
     check_choice("backend", backend, ("auto", *BACKENDS))
     if fallback is not None:

@@ -133,8 +133,13 @@ def test_the_bound_on_lengths_is_the_sites_and_not_the_steps(make_world, aiter):
     assert aiter.decodes[-1]["max_context_length"] == 32
 
 
-def test_warm_runs_every_row_count_of_every_class_so_that_no_call_is_the_first_of_its_kind(make_world, aiter):
-    world = make_world(FP8, rows=6, ladder=CapacityLadder([2, 6]))
+@pytest.mark.parametrize("max_plan_rows", [4096, 5])
+def test_warm_runs_every_row_count_that_a_class_can_have_so_that_no_call_is_the_first_of_its_kind(
+    make_world, aiter, max_plan_rows
+):
+    """Also those of segments, and of the rest of more rows than the ladder has."""
+    spec = replace(FP8, workgroup_budget=1)  # so that the capacity, and with it what is compiled, is each class's own
+    world = make_world(spec, rows=18, ladder=CapacityLadder([2, 7, 9]), max_plan_rows=max_plan_rows)
 
     def kind(call: dict[str, Any]) -> tuple[Any, ...]:
         sinks = call["sinks"]
@@ -150,11 +155,21 @@ def test_warm_runs_every_row_count_of_every_class_so_that_no_call_is_the_first_o
     warmed = {kind(call) for call in aiter.decodes}
     assert len(warmed) == len(aiter.decodes)  # and none twice
     aiter.decodes.clear()
-    for rows in range(1, 7):
+    found = set()
+    for rows in range(1, 19):
         plan = world.plan([30] * rows)
-        for sinks in (None, torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16)):
-            world.decode(plan, sinks=sinks)
-    assert len(aiter.decodes) == 18 and {kind(call) for call in aiter.decodes} <= warmed
+        for query_rows in range(rows, max(plan.class_rows, rows) + 1):
+            for sinks in (None, torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16)):
+                world.decode(plan, rows=query_rows, sinks=sinks)
+        found |= {kind(call) for call in aiter.decodes}
+        aiter.decodes.clear()
+    assert found <= warmed
+    counts = {(rows, capacity) for rows, capacity, *_ in found}
+    assert counts == {(rows, capacity) for rows, capacity, *_ in warmed}  # and none that no call can have
+    if max_plan_rows == 4096:  # only the top class has all counts
+        assert counts == {(rows, 2) for rows in (1, 2)} | {(rows, 7) for rows in range(3, 8)} | {
+            (rows, 9) for rows in range(1, 10)
+        }
 
 
 def test_a_softmax_scale_that_was_not_compiled_is_refused_and_one_that_float32_cannot_tell_is_passed_as_compiled(

@@ -29,7 +29,6 @@ from planlife.testing.aiter_double import GENERATIONS, STRANGERS
 from planlife.testing.aiter_machine import aiter_machine
 from planlife.testing.fakes import FakeDevice
 from tests.aiter_backend.recording_aiter import RecordingAiter
-from tests.aiter_backend.test_refusals import nhd_of_gfx950
 from tests.test_doctor import Torch, examine, h200, machine, mi300x, numa, sites, software, verdicts
 
 NUM_CU = 304
@@ -43,12 +42,10 @@ SERVED = {
     **{(arch, generation): {"bf16", "fp8"} for arch in ("gfx942", "gfx950") for generation in ("G2", "G3")},
     ("gfx942", "newer"): {"bf16", "fp8"},
     ("gfx950", "newer"): {"bf16", "fp8", "nhd"},
-    ("gfx1250", "newer"): {"fp8"},
+    **{("gfx1250", generation): {"fp8"} for generation in TAKEN},
 }
 #: What makes aiter unfit for every site on an architecture.
 AGAINST_ALL = {
-    ("gfx1250", "G2"): "this aiter is too old for gfx1250: its plan_pa_decode has no max_batch_size",
-    ("gfx1250", "G3"): "this aiter is too old for gfx1250: its plan_pa_decode has no max_batch_size",
     **{("gfx90a", generation): "are for gfx942, gfx950, gfx1250, and this GPU is gfx90a" for generation in TAKEN},
     **{("", generation): "aiter's kernels are for AMD GPUs, and meta is none" for generation in TAKEN},
 }
@@ -254,13 +251,14 @@ def test_classes_beyond_a_plan_of_aiter_are_told_as_segments_and_those_beyond_it
 
 def test_a_newer_function_that_cannot_be_called_as_announced_is_told_as_of_no_use():
     fake = RecordingAiter()
-    odd = fake.module(can_use_flydsl_pa_decode=lambda shape: True, pa_decode_nhd_max_query_length=nhd_of_gfx950)
-    library = fake.library(can_use_flydsl_pa_decode=lambda shape: True, pa_decode_nhd_max_query_length=nhd_of_gfx950)
-    told = tell_generation(odd, library)
+    with library_on("gfx950", "newer") as one:
+        nhd = probe().library.nhd_max_query_length
+        found = examine(one)
+    changes = {"can_use_flydsl_pa_decode": lambda shape: True, "pa_decode_nhd_max_query_length": nhd}
+    told = tell_generation(fake.module(**changes), fake.library(**changes))
     assert told.unusable_names == ("can_use_flydsl_pa_decode",)
     assert told.newer_names == ("can_use_flydsl_pa_decode", "pa_decode_nhd_max_query_length")
-    with library_on("gfx950", "G3") as one:
-        found = replace(examine(one), aiter=told)
+    found = replace(found, aiter=told)
     decides = NEWER_NAMES["can_use_flydsl_pa_decode"][1]
     assert f"  has can_use_flydsl_pa_decode, which cannot be called as announced: {decides}\n" in str(found)
     assert "  has pa_decode_nhd_max_query_length: it tells" in str(found)
@@ -278,7 +276,7 @@ def test_a_library_with_one_newer_name_is_newer_and_with_none_it_is_its_planners
 
 
 @pytest.mark.parametrize(
-    ("arch", "generation"), [("gfx950", "newer"), ("gfx942", "G1b"), ("gfx1250", "G3"), ("", "G3")]
+    ("arch", "generation"), [("gfx950", "newer"), ("gfx942", "G1b"), ("gfx90a", "G3"), ("", "G3")]
 )
 def test_the_command_prints_this_text_and_its_status_is_whether_aiter_serves(monkeypatch, tmp_path, arch, generation):
     spec = asdict(three_sites(arch)["fp8"])
