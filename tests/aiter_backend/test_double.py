@@ -552,6 +552,16 @@ def test_results_are_attention(arch, options):
         assert_right(call)
 
 
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_a_gpu_attends_as_a_cpu_does(options, monkeypatch):
+    with aiter_double(arch="gfx950", num_cu=8) as double:
+        call = valid_call(double, **options)
+        call["sinks"] = torch.linspace(-1, 1, call["query"].shape[1])
+        monkeypatch.setattr(device_side, "attend_on_host", device_side.attend_on_device)
+        pa_decode(**call)
+        assert_right(call)
+
+
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_every_generation_decodes(generation):
     with aiter_double(generation=generation, num_cu=8) as double:
@@ -758,14 +768,14 @@ def test_live_plans_share_scratch_one_after_another_only_where_that_is_allowed()
 
 def test_scratch_that_another_call_writes_meanwhile_is_a_violation(double, monkeypatch):
     call = valid_call(double)
-    decode_into = device_side.decode_into
+    attend = device_side.attend_on_host
 
-    def with_another_call_in_flight(*args: Any, **kwargs: Any) -> None:
-        decode_into(*args, **kwargs)
+    def with_another_call_in_flight(*args: Any) -> None:
+        attend(*args)
         call["exp_sums"].fill_(0)
 
     pa_decode(**call)
-    monkeypatch.setattr(device_side, "decode_into", with_another_call_in_flight)
+    monkeypatch.setattr(device_side, "attend_on_host", with_another_call_in_flight)
     with pytest.raises(DoubleViolation, match="overwritten"):
         pa_decode(**call)
 
