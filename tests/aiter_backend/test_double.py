@@ -446,7 +446,7 @@ def _is_another_call(change: dict[str, Any]) -> bool:
     return len(change) > 1 or bool(change.keys() & {"query_length", "query", "key_cache"})
 
 
-@pytest.mark.parametrize("arch", ["gfx90a", "gfx1100", "gfx950:sramecc+"])
+@pytest.mark.parametrize("arch", ["gfx90a", "gfx1100", "gfx90a:sramecc+:xnack-"])
 def test_other_architectures_are_refused_with_rows_before_them_first(arch):
     with aiter_double(arch=arch, num_cu=8) as double:
         call = valid_call(double)
@@ -454,6 +454,14 @@ def test_other_architectures_are_refused_with_rows_before_them_first(arch):
             pa_decode(**call)
         with pytest.raises(ValueError, match="output shape"):
             pa_decode(**call | {"output": call["output"][:, :1]})
+
+
+@pytest.mark.parametrize("native_bf16", [True, False])
+def test_features_of_an_architecture_do_not_matter(native_bf16):
+    with aiter_double(arch="gfx950:sramecc+:xnack-", num_cu=8, native_bf16=native_bf16) as double:
+        pa_decode(**valid_call(double))
+        assert importlib.import_module("aiter.jit.utils.chip_info").get_gfx_runtime() == "gfx950"
+        assert {key[1] for key in double.compiled if key[0] != "plan"} == {"gfx950"}
 
 
 def test_bf16_caches_are_taken_as_the_library_takes_them(double):

@@ -90,7 +90,7 @@ def decode(
     pages = block_tables.clamp(0, value_cache.shape[0] - 1)  # who has other entries is told by `found`
     attend = attend_on_device if output.is_cuda else attend_on_host
     attend(
-        *(call, output, query, key_cache, value_cache, pages, float(softmax_scale), work_info, reduce_info),
+        *(call, output, query, key_cache, value_cache, pages, softmax_scale, work_info, reduce_info),
         *(key_scale, value_scale, sinks),
     )
     lost = torch.stack([(is_used & (stat != token)).any() for stat in stats]).any()
