@@ -179,6 +179,26 @@ def test_a_manager_does_what_the_doctor_said_it_would(arch, generation):
             assert (found.worst_case_bytes is not None) == (found.backend is not None)
 
 
+@pytest.mark.parametrize("generation", TAKEN)
+def test_asking_aiter_plans_decodes_and_compiles_nothing(generation):
+    with aiter_machine("gfx942", device_type="meta", num_cu=NUM_CU, generation=generation) as double:
+        found = examine(a_gpu("gfx942"), sites(**three_sites("gfx942")))
+        assert found.backend is not None and found.aiter is not None  # it was asked
+        assert (double.compiles, double.refreshes, double.decodes, double.violations) == (0, 0, 0, [])
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_a_library_whose_text_has_no_bf16_cache_is_told_although_its_signatures_are_the_same(arch):
+    with library_on(arch, "G3", native_bf16=False) as one:
+        found = examine(one, sites(**three_sites(arch)))
+        (reason,) = verdicts(found, "bf16")["aiter"]
+        assert f"this aiter's pa_decode refuses calls of this site on {arch}" in reason
+        assert verdicts(found, "fp8")["aiter"] == ()
+        with pytest.raises(ConfigError, match=re.escape(reason)):
+            made(three_sites(arch)["bf16"], "aiter")
+        assert made(three_sites(arch)["fp8"], "aiter") == "aiter"
+
+
 @every_library
 def test_with_a_fallback_what_aiter_refuses_falls_back_as_the_doctor_said(generation):
     """R32: auto goes on, and so does a fallback, where the backend itself is here."""
@@ -264,6 +284,15 @@ def test_a_newer_function_that_cannot_be_called_as_announced_is_told_as_of_no_us
     assert "  has pa_decode_nhd_max_query_length: it tells" in str(found)
 
 
+def test_a_planner_that_nothing_tells_is_left_open():
+    told = tell_generation(RecordingAiter().module(), RecordingAiter().library())
+    assert (told.name, told.planner, told.has_mandatory_plans) == ("G2 or G3", "", True)
+    with library_on("gfx950", "G3") as one:
+        text = str(replace(examine(one), aiter=told))
+    assert "aiter: generation G2 or G3 (pa_decode cannot be called without work_plan); from no file\n" in text
+    assert "  lacks max_batch_size: " in text
+
+
 @pytest.mark.parametrize("name", [name for name in NEWER_NAMES if name != "prepare_pa_decode_plan"])
 def test_a_library_with_one_newer_name_is_newer_and_with_none_it_is_its_planners_generation(name):
     with library_on("gfx950", "G3", optional=(name,)) as one:
@@ -275,9 +304,7 @@ def test_a_library_with_one_newer_name_is_newer_and_with_none_it_is_its_planners
         assert found.aiter is not None and found.aiter.name == "G2"
 
 
-@pytest.mark.parametrize(
-    ("arch", "generation"), [("gfx950", "newer"), ("gfx942", "G1b"), ("gfx90a", "G3"), ("", "G3")]
-)
+@pytest.mark.parametrize(("arch", "generation"), [("gfx950", "newer"), ("gfx942", "G1b"), ("gfx90a", "G3"), ("", "G3")])
 def test_the_command_prints_this_text_and_its_status_is_whether_aiter_serves(monkeypatch, tmp_path, arch, generation):
     spec = asdict(three_sites(arch)["fp8"])
     fields = {name: value for name, value in spec.items() if value is not None}
