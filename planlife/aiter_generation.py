@@ -144,7 +144,9 @@ def _tell(
         return "G0", "plan_pa_decode takes no sliding_window"
     if "ps" in decode:
         return "G1a", "pa_decode takes ps"
-    return "G1c", "pa_decode takes max_context_partition_num, and no ps"
+    if "max_context_partition_num" in decode:
+        return "G1c", "pa_decode takes max_context_partition_num, and no ps"
+    return "", "its pa_decode takes no mandatory work_plan, and is of no generation that planlife knows"
 
 
 def _planner(module: ModuleType, plan: object) -> tuple[str, str]:

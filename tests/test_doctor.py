@@ -459,6 +459,30 @@ def test_a_site_that_nobody_serves_is_refused_and_a_fallback_that_can_take_it_is
     assert "fallback torch" in examine(machine(), sites(packed=PACKED), fallback="torch").refused[0]
 
 
+@pytest.mark.parametrize("is_absent", [False, True])
+def test_what_each_choice_comes_to_is_what_a_manager_does(is_absent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a fallback that cannot take the site, with one that is not here at all, and without one."""
+    if is_absent:
+        monkeypatch.setattr(configuration, "_triton_absence", lambda: ("no triton",))
+    else:
+        monkeypatch.setattr(configuration, "_triton_absence", lambda: ())
+    cases = [(PACKED, None), (PACKED, "torch"), (TOO_MANY, "torch"), (DEFAULT_SITES.specs["default"], "triton")]
+    seen = set()
+    for spec, fallback in cases:
+        found = examine(machine(), sites(one=spec), fallback=fallback)
+        assert [choice.asked for choice in found.choices] == ["auto", *BACKENDS]
+        for choice in found.choices:
+            options: dict[str, Any] = {"backend": choice.asked, "fallback": fallback, "device": "cpu"}
+            try:
+                with PlanManager({"one": spec}, ladder=CapacityLadder([1, 4]), **options) as manager:
+                    outcome = (manager.report().backend, "")
+            except (BackendUnavailableError, ConfigError) as error:
+                outcome = (None, type(error).__name__)
+            assert (choice.takes, choice.error.partition(":")[0].removeprefix("raises ")) == outcome, choice
+            seen.add(outcome[1])
+    assert seen == {"", "BackendUnavailableError", "ConfigError"}
+
+
 @pytest.mark.parametrize("name", ["aiter"])
 def test_a_backend_that_has_to_serve_and_cannot_is_refused_whatever_the_fallback(name: str) -> None:
     found = examine(machine(), backend=name, fallback="torch")

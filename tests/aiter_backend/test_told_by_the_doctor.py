@@ -29,6 +29,7 @@ from planlife.testing.aiter_double import GENERATIONS, STRANGERS
 from planlife.testing.aiter_machine import aiter_machine
 from planlife.testing.fakes import FakeDevice
 from tests.aiter_backend.recording_aiter import RecordingAiter
+from tests.aiter_backend.test_probe import default_plan
 from tests.test_doctor import Torch, examine, h200, machine, mi300x, numa, sites, software, verdicts
 
 NUM_CU = 304
@@ -119,6 +120,7 @@ def test_each_site_is_served_or_refused_as_the_contract_has_it_and_the_reasons_a
         found = examine(one, sites(**specs))
     lines = [line.strip() for line in str(found).splitlines()]
     served = {site for site in specs if not verdicts(found, site)["aiter"]}
+    assert served == {answer.site for answer in found.sites if answer.backends[0].conditions}
     assert served == SERVED.get((arch, generation), set())
     for site in specs:
         reasons = verdicts(found, site)["aiter"]
@@ -149,6 +151,7 @@ def test_what_is_there_and_what_is_missing_is_one_story_in_row_section_and_verdi
     assert (
         f"aiter: generation {generation}, planner in {'FlyDSL' if generation in ('G3', 'newer') else 'Triton'}" in text
     )
+    assert ("kernel" in found.aiter.told_by) == (generation in ("G2", "G3"))  # the others have a sign of their own
     there = re.findall(r"^  (has|lacks) (\w+): ", text, re.M)
     has = "has" if generation == "newer" else "lacks"
     assert there == [(has, name) for name in NEWER_NAMES if generation in TAKEN]
@@ -229,6 +232,7 @@ def test_the_conditions_of_a_served_site_are_what_calls_then_meet(generation):
         (answer,) = found.sites
         (aiter,) = (one for one in answer.backends if one.name == "aiter")
         scale, lse = aiter.conditions
+        assert all(one.conditions == () for one in answer.backends if one.name != "aiter")
         assert all(f"    {line}\n" in str(found) for line in aiter.conditions)
         query = torch.randn(1, 8, 128).to(torch.bfloat16)
         cache = torch.zeros(2, 1, 16, 16, 8, dtype=torch.bfloat16)
@@ -291,6 +295,12 @@ def test_a_planner_that_nothing_tells_is_left_open():
         text = str(replace(examine(one), aiter=told))
     assert "aiter: generation G2 or G3 (pa_decode cannot be called without work_plan); from no file\n" in text
     assert "  lacks max_batch_size: " in text
+
+
+def test_a_library_of_no_known_generation_is_not_given_the_name_of_one():
+    told = tell_generation(RecordingAiter().module(pa_decode=default_plan), None)
+    assert (told.name, told.has_mandatory_plans) == ("", False)
+    assert "no mandatory work_plan" in told.told_by
 
 
 @pytest.mark.parametrize("name", [name for name in NEWER_NAMES if name != "prepare_pa_decode_plan"])
