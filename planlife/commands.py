@@ -365,6 +365,58 @@ def host(num_batches: int, calls_per_batch: int) -> None:
     )
 
 
+@bench.command("aiter")
+@click.option("--device", default="cpu", show_default=True, help="As torch writes it, such as cuda:0.")
+@click.option(
+    "--rounds",
+    "num_rounds",
+    type=click.IntRange(min=30),
+    default=301,
+    show_default=True,
+    metavar="N",
+    help="Rounds to time.",
+)
+@click.option(
+    "--calls",
+    "calls_per_round",
+    type=click.IntRange(min=1),
+    default=50,
+    show_default=True,
+    metavar="N",
+    help="Calls of each layer in a round.",
+)
+def bench_aiter(device: str, num_rounds: int, calls_per_round: int) -> None:
+    """What the aiter backend adds to a layer: host time of a call through the manager beside a bare call.
+
+    Over a pa_decode that returns at once, which takes no AMD GPU, and over the installed aiter where it serves this
+    device. Rounds are short, so that on a busy machine some are undisturbed.
+    """
+    from .bench_aiter import NUM_LAYERS, measure_wrapper
+
+    reports, left_out = measure_wrapper(device=device, num_rounds=num_rounds, calls_per_round=calls_per_round)
+    console = Console(markup=False, highlight=False, width=max(Console().width, _WIDE_COLUMNS))
+    headings = ("wrapped min", "bare min", "added", "of it launches", "added, median", "wrapped median", "bare median")
+    for report in reports:
+        table = Table(title=f"{report.library}, on {report.device}: us per layer", title_justify="left", box=MARKDOWN)
+        table.add_column("call")
+        for heading in headings:
+            table.add_column(heading, justify="right")
+        for one in report.figures:
+            figures = (
+                *(min(one.wrapped_us), min(one.bare_us), one.added_us, min(one.writes_us), one.added_median_us),
+                *(one.wrapped_median_us, one.bare_median_us),
+            )
+            table.add_row(one.call, *(f"{us:.2f}" for us in figures))
+        console.print(table)
+    console.print(
+        f"Host time per call, over {num_rounds} rounds of {calls_per_round} calls of each of {NUM_LAYERS} layers, "
+        "wrapped and bare rounds in turn, without gc. Added: the fastest wrapped round less the fastest bare one; its "
+        "median is over the rounds. Launches: scales that are numbers are written by two of them; tensors need none."
+    )
+    if left_out:
+        console.print(f"Not measured over an installed aiter: {left_out}.")
+
+
 @bench.command("device")
 @click.option("--backend", default="auto", show_default=True, help="auto, torch, triton or aiter.")
 @click.option("--device", default="cuda", show_default=True, help="The GPU: cuda or cuda:N.")

@@ -24,11 +24,15 @@ LAYERS = (
         "testing",
         "demo",
         "bench",
+        "bench_aiter",
         "bench_device",
         "sites",
         "estimate",
         "visibility",
+<<<<<<< HEAD
         "diagnosis",
+=======
+>>>>>>> wrap
         "doctor",
         "precision",
     ),

@@ -490,7 +490,8 @@ def _known_scale(tables: AiterPlan, softmax_scale: float) -> float:
 def _on_device(tables: AiterPlan, key_scale: Any, value_scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales as tensors. aiter would allocate for a number and copy it from the host, which no recording allows.
 
-    A number is written into the plan's own words by each call, in the order of its launches: layers may differ.
+    A number is written into the plan's own words by each call, in the order of its launches: layers may differ. What
+    the words hold is not remembered: a graph may write them unseen, and who sleeps and wakes a GPU loses them.
     """
     if not isinstance(key_scale, torch.Tensor):
         word = tables.key_word.fill_(float(key_scale))

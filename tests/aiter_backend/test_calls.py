@@ -6,9 +6,11 @@ import gc
 import inspect
 import weakref
 from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -213,8 +215,40 @@ def test_host_scales_reach_aiter_as_tensors_in_the_order_of_the_layers(make_worl
 
 def test_scales_that_are_tensors_are_passed_as_they_are(make_world, aiter):
     world = make_world(FP8)
-    world.decode(world.plan(LENS))
+    plan = world.plan(LENS)
+    world.decode(plan)
     assert aiter.decodes[-1]["key_scale"] is world.scales["key_scale"]
+    layer = {name: torch.nn.Parameter(scale, requires_grad=False) for name, scale in world.scales.items()}
+    world.assert_right(world.decode(plan, **layer))  # a subclass of torch.Tensor
+    assert aiter.decodes[-1]["key_scale"] is layer["key_scale"]
+    mixed = {"key_scale": world.scales["key_scale"], "value_scale": 3}
+    world.assert_right(world.decode(plan, **mixed), **mixed)
+    assert aiter.decodes[-1]["key_scale"] is world.scales["key_scale"]
+    assert aiter.decodes[-1]["value_scale"].dtype is torch.float32
+
+
+def test_numbers_that_are_equal_are_written_once(make_world, aiter):
+    world = make_world(FP8)
+    plan = world.plan(LENS)
+    for key_scale, value_scale, num_words in ((1.5, 1.5, 1), (1.5, 2.5, 2), (2.5, 2.5, 1)):
+        world.assert_right(
+            world.decode(plan, key_scale=key_scale, value_scale=value_scale),
+            key_scale=key_scale,
+            value_scale=value_scale,
+        )
+        assert len({aiter.decodes[-1][name].data_ptr() for name in ("key_scale", "value_scale")}) == num_words
+
+
+@pytest.mark.parametrize(
+    "as_given", [float, np.float64, np.float32, type("Scale", (float,), {}), Fraction], ids=lambda kind: kind.__name__
+)
+def test_a_scale_of_any_kind_of_number_is_passed_as_the_float_that_was_compiled(make_world, aiter, as_given):
+    scale = 256**-0.5
+    world = make_world(softmax_scales=[as_given(scale), 1])
+    plan = world.plan(LENS)
+    for given, compiled in ((as_given(scale), scale), (1, 1.0), (np.float32(1), 1.0)):
+        world.decode(plan, softmax_scale=given)
+        assert (type(aiter.decodes[-1]["softmax_scale"]), aiter.decodes[-1]["softmax_scale"]) == (float, compiled)
 
 
 def test_aiters_own_refusal_of_a_call_is_told_and_nothing_else_is_caught(make_world, aiter):
