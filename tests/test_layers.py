@@ -29,10 +29,7 @@ LAYERS = (
         "sites",
         "estimate",
         "visibility",
-<<<<<<< HEAD
         "diagnosis",
-=======
->>>>>>> wrap
         "doctor",
         "precision",
     ),
