@@ -25,11 +25,13 @@ from planlife.backends.aiter_backend import AiterBackend
 from planlife.commands import planlife as command
 from planlife.diagnosis import Diagnosis
 from planlife.doctor import Machine
+from planlife.sites import read_sites
 from planlife.testing.aiter_double import GENERATIONS, STRANGERS
 from planlife.testing.aiter_machine import aiter_machine
 from planlife.testing.fakes import FakeDevice
 from tests.aiter_backend.recording_aiter import RecordingAiter
 from tests.aiter_backend.test_probe import default_plan
+from tests.child_process import REPOSITORY
 from tests.test_doctor import Torch, examine, h200, machine, mi300x, numa, sites, software, verdicts
 
 NUM_CU = 304
@@ -286,6 +288,16 @@ def test_a_newer_function_that_cannot_be_called_as_announced_is_told_as_of_no_us
     decides = NEWER_NAMES["can_use_flydsl_pa_decode"][1]
     assert f"  has can_use_flydsl_pa_decode, which cannot be called as announced: {decides}\n" in str(found)
     assert "  has pa_decode_nhd_max_query_length: it tells" in str(found)
+
+
+@pytest.mark.parametrize("generation", TAKEN)
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_the_sites_that_the_page_asks_about_are_served(arch, generation):
+    example = read_sites(REPOSITORY / "examples" / "aiter_sites.json")
+    with library_on(arch, generation) as one:
+        found = examine(one, example, backend="aiter")
+        assert found.refused == () and found.worst_case_bytes is not None
+        assert verdicts(examine(one))["aiter"] != ()  # what is asked about without a file
 
 
 def test_a_planner_that_nothing_tells_is_left_open():
