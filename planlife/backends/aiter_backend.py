@@ -321,6 +321,10 @@ class AiterBackend:
                     num_run += 1
                 except ConfigError as error:
                     refusals.append(error)  # a form of V or sinks that this aiter does not take
+                except AssertionError as error:  # of what it compiles, which its host checks say nothing of
+                    raise ConfigError(
+                        f"aiter cannot compile a class of {num_rows} rows: {error or 'assert'}."
+                    ) from error
         if not num_run:
             raise refusals[0]
 
