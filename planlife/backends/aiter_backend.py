@@ -487,7 +487,8 @@ def _known_scale(tables: AiterPlan, softmax_scale: float) -> float:
     compiled_ones = ", ".join(map(str, dict.fromkeys(tables.softmax_scales.values())))
     raise ConfigError(
         f"softmax_scale is {softmax_scale}, and aiter's kernels have it compiled in: they were compiled for "
-        f"{compiled_ones}. Pass backend=AiterBackend(softmax_scales=[...]) with all that the model has."
+        f"{compiled_ones}. Pass backend=AiterBackend(softmax_scales=[...]), of planlife.backends.aiter_backend, with "
+        "all that the model has."
     )
 
 
