@@ -321,6 +321,10 @@ class AiterBackend:
                     num_run += 1
                 except ConfigError as error:
                     refusals.append(error)  # a form of V or sinks that this aiter does not take
+                except AssertionError as error:  # of what it compiles, which its host checks say nothing of
+                    raise ConfigError(
+                        f"aiter cannot compile a class of {num_rows} rows: {error or 'assert'}."
+                    ) from error
         if not num_run:
             raise refusals[0]
 
@@ -483,7 +487,8 @@ def _known_scale(tables: AiterPlan, softmax_scale: float) -> float:
     compiled_ones = ", ".join(map(str, dict.fromkeys(tables.softmax_scales.values())))
     raise ConfigError(
         f"softmax_scale is {softmax_scale}, and aiter's kernels have it compiled in: they were compiled for "
-        f"{compiled_ones}. Pass backend=AiterBackend(softmax_scales=[...]) with all that the model has."
+        f"{compiled_ones}. Pass backend=AiterBackend(softmax_scales=[...]), of planlife.backends.aiter_backend, with "
+        "all that the model has."
     )
 
 

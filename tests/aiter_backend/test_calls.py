@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
@@ -385,3 +386,44 @@ def test_a_library_that_plans_into_another_object_is_refused_when_a_class_is_com
     library = aiter.library(plan_pa_decode=elsewhere)
     with pytest.raises(ConfigError, match="made another plan"):
         PackedWorld(BF16, AiterBackend(library=library, architecture_of=lambda device: "gfx942"))
+
+
+def test_what_is_made_in_inference_mode_serves_outside_of_it_and_the_other_way_round(make_world, aiter):
+    world = make_world(FP8)
+    for is_inference in (True, False, True):
+        with torch.inference_mode(is_inference):
+            plan = world.plan(LENS)
+            for rows in (3, 4):
+                output = world.decode(plan, rows=rows, key_scale=0.5, value_scale=3.0)
+                world.assert_right(output, key_scale=0.5, value_scale=3.0)
+
+
+def test_threads_that_decode_one_plan_with_different_row_counts_get_their_own_rows(make_world, aiter):
+    world = make_world(rows=8, ladder=CapacityLadder([8]))
+    lens = [290, 3, 40]
+    plan = world.plan(lens)
+    expected = world.expected(8)
+
+    def decode(rows: int) -> list[torch.Tensor]:
+        outputs = []
+        for _ in range(12):
+            output = torch.full_like(world.query[:rows], torch.nan)
+            world.manager.pa_decode(
+                plan, output, world.query[:rows], world.key_cache, world.value_cache, world.tables,
+                BF16.head_dim**-0.5,
+            )  # fmt: skip
+            outputs.append(output)
+        return outputs
+
+    with ThreadPoolExecutor(4) as threads:
+        found = dict(zip(range(3, 9), threads.map(decode, range(3, 9)), strict=True))
+    for rows, outputs in found.items():
+        for output in outputs:
+            torch.testing.assert_close(output, expected[:rows], rtol=2e-2, atol=2e-3)
+
+
+def test_what_aiter_cannot_compile_is_refused_when_a_class_is_minted(make_world, aiter):
+    """Its schedule asserts what its host checks say nothing of."""
+    aiter.refusal = AssertionError("LDS")
+    with pytest.raises(ConfigError, match=r"aiter cannot compile a class of 1 rows: LDS\."):
+        make_world()
