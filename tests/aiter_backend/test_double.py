@@ -446,7 +446,7 @@ def _is_another_call(change: dict[str, Any]) -> bool:
     return len(change) > 1 or bool(change.keys() & {"query_length", "query", "key_cache"})
 
 
-@pytest.mark.parametrize("arch", ["gfx90a", "gfx1100", "gfx950:sramecc+"])
+@pytest.mark.parametrize("arch", ["gfx90a", "gfx1100", "gfx90a:sramecc+:xnack-"])
 def test_other_architectures_are_refused_with_rows_before_them_first(arch):
     with aiter_double(arch=arch, num_cu=8) as double:
         call = valid_call(double)
@@ -454,6 +454,14 @@ def test_other_architectures_are_refused_with_rows_before_them_first(arch):
             pa_decode(**call)
         with pytest.raises(ValueError, match="output shape"):
             pa_decode(**call | {"output": call["output"][:, :1]})
+
+
+@pytest.mark.parametrize("native_bf16", [True, False])
+def test_features_of_an_architecture_do_not_matter(native_bf16):
+    with aiter_double(arch="gfx950:sramecc+:xnack-", num_cu=8, native_bf16=native_bf16) as double:
+        pa_decode(**valid_call(double))
+        assert importlib.import_module("aiter.jit.utils.chip_info").get_gfx_runtime() == "gfx950"
+        assert {key[1] for key in double.compiled if key[0] != "plan"} == {"gfx950"}
 
 
 def test_bf16_caches_are_taken_as_the_library_takes_them(double):
@@ -548,6 +556,16 @@ def test_results_are_attention(arch, options):
     with aiter_double(arch=arch, num_cu=8) as double:
         call = valid_call(double, **options)
         call["sinks"] = torch.linspace(-1, 1, call["query"].shape[1])
+        pa_decode(**call)
+        assert_right(call)
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_a_gpu_attends_as_a_cpu_does(options, monkeypatch):
+    with aiter_double(arch="gfx950", num_cu=8) as double:
+        call = valid_call(double, **options)
+        call["sinks"] = torch.linspace(-1, 1, call["query"].shape[1])
+        monkeypatch.setattr(device_side, "attend_on_host", device_side.attend_on_device)
         pa_decode(**call)
         assert_right(call)
 
@@ -758,14 +776,14 @@ def test_live_plans_share_scratch_one_after_another_only_where_that_is_allowed()
 
 def test_scratch_that_another_call_writes_meanwhile_is_a_violation(double, monkeypatch):
     call = valid_call(double)
-    decode_into = device_side.decode_into
+    attend = device_side.attend_on_host
 
-    def with_another_call_in_flight(*args: Any, **kwargs: Any) -> None:
-        decode_into(*args, **kwargs)
+    def with_another_call_in_flight(*args: Any) -> None:
+        attend(*args)
         call["exp_sums"].fill_(0)
 
     pa_decode(**call)
-    monkeypatch.setattr(device_side, "decode_into", with_another_call_in_flight)
+    monkeypatch.setattr(device_side, "attend_on_host", with_another_call_in_flight)
     with pytest.raises(DoubleViolation, match="overwritten"):
         pa_decode(**call)
 

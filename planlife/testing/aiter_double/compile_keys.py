@@ -30,7 +30,7 @@ class TileShape:
     page: int
     capacity: int
     max_partitions: int
-    softmax_scale: float
+    softmax_scale: float | None
     query_dtype: str
     kv_dtype: str
     per_token: bool
@@ -146,24 +146,34 @@ def _gfx1250_key(s: TileShape) -> tuple[Any, ...]:
     kv_bytes = 64 * stride + s.head_dim * 80 + 512
     if query_bytes + kv_bytes + 16 * 80 + 576 > GFX1250_LDS_BYTES:
         raise NotImplementedError("gfx1250: the query and KV tiles do not fit into LDS")
+    softmax_scale = s.head_dim**-0.5 if s.softmax_scale is None else s.softmax_scale
     return (
         "tile",
-        *(s.arch, s.head_dim, s.group, s.page, s.softmax_scale, s.query_dtype, s.kv_dtype),
+        *(s.arch, s.head_dim, s.group, s.page, softmax_scale, s.query_dtype, s.kv_dtype),
         *(s.per_token, s.query_length, s.is_transposed_v, s.window),
     )
 
 
-def reduce_key(shape: TileShape, output_dtype: str, sink_dtype: str | None, output_pointer: int) -> tuple[Any, ...]:
-    """output_pointer: of temporary_output, whose dtype is the output's."""
+def reduce_key(
+    shape: TileShape, output_dtype: str, sink_dtype: str | None, pointer: int, strides: tuple[int, ...]
+) -> tuple[Any, ...]:
+    """pointer, strides: of temporary_output, whose dtype is the output's.
+
+    A dimension of size 1 may have any stride in a contiguous tensor, and the library looks at it all the same.
+    """
     s = shape
     partitions = s.max_partitions
     if s.window:
         partitions = min(partitions, window_tiles(s.window, s.query_length))
     slot_items = s.query_length * s.group * s.head_dim
-    head_items = s.capacity * slot_items
-    is_bounded = partitions <= 64 and head_items < _INT32_SPAN and partitions * slot_items * 2 < _INT32_SPAN
-    # Every stride of contiguous scratch is a multiple of the head dimension, hence even.
-    is_vectorized = is_bounded and s.head_dim == 128 and output_pointer % 4 == 0
+    head_stride, *slot_strides = strides[:3]
+    is_bounded = (
+        partitions <= 64
+        and slot_strides == [slot_items, s.head_dim]
+        and head_stride < _INT32_SPAN
+        and partitions * slot_items * 2 < _INT32_SPAN
+    )
+    is_vectorized = is_bounded and s.head_dim == 128 and pointer % 4 == 0 and head_stride % 2 == 0
     is_compact = s.head_dim == 128 and partitions > 64 and s.capacity <= 32 * s.rows
     return (
         "reduce",
