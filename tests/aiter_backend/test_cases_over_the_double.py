@@ -38,8 +38,11 @@ MACHINES = (
     ("gfx1250", "newer", OPTIONAL),
     ("gfx1250", "newer", WITHOUT_PREDICATE),
 )
-#: Where the wrapper may answer otherwise than the double, by machine: what is meant.
-DELIBERATE: dict[tuple[str, str], str] = {}
+on_each_machine = pytest.mark.parametrize(
+    "machine",
+    MACHINES,
+    ids=lambda one: f"{one[0]} {one[1]}" + ", without its predicate" * (one[2] == WITHOUT_PREDICATE),
+)
 
 #: Calls that are served where their FP8 type is; their neighbours are at the limits.
 BASES = (
@@ -155,7 +158,7 @@ def differences(backend: AiterBackend) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("machine", MACHINES, ids=str)
+@on_each_machine
 def test_the_wrapper_refuses_what_the_double_refuses_and_nothing_else(machine: Any) -> None:
     with machine_of(*machine):
         found = differences(AiterBackend())
@@ -175,7 +178,7 @@ def served_here(cases: Sequence[DecodeCase]) -> list[DecodeCase]:
     return [case for case in cases if not refusal_by_the_double(case)]
 
 
-@pytest.mark.parametrize("machine", MACHINES, ids=str)
+@on_each_machine
 def test_a_case_of_the_table_is_right_or_refused_at_construction_with_the_reason(machine: Any) -> None:
     with machine_of(*machine) as double:
         served = served_here(CASES)
