@@ -33,10 +33,11 @@ def _in_options(message: str) -> str:
         ("memory_bytes", "--memory"),
         ("num_layers", "--layers"),
         ("num_classes", "--classes"),
+        ("aiter_generation", "--aiter-generation"),
         *((name, "--" + name.replace("_", "-")) for name in sim_commands.RENAMED_OPTIONS),
     ):
         message = re.sub(rf"\b{name}\b", option, message)  # not within another name, as in min_budget_bytes
-    return re.sub(r"\b(kv|scales|backend|device)(?==|\b out)", r"--\1", message)
+    return re.sub(r"\b(kv|scales|backend|device|double)(?==|\b out)", r"--\1", message)
 
 
 class _Commands(click.Group):
@@ -69,10 +70,23 @@ def planlife() -> None:
 @planlife.command()
 @click.option(
     "--backend",
-    type=click.Choice(["auto", "torch", "triton"]),
+    type=click.Choice(["auto", "torch", "triton", "aiter"]),
     default="auto",
     show_default=True,
-    help="Who plans and decodes; auto is torch on a CPU and triton on a GPU.",
+    help="Who plans and decodes; auto is torch on a CPU, and on a GPU aiter or triton. aiter reads --layout packed.",
+)
+@click.option(
+    "--double",
+    type=click.Choice(["gfx942", "gfx950", "gfx1250"]),
+    help="For --backend aiter without an AMD GPU: take --device for this one, with a strict stand-in for its aiter; "
+    "what is installed unless given.",
+)
+@click.option(
+    "--aiter-generation",
+    type=click.Choice(["G2", "G3", "newer"]),
+    default="G3",
+    show_default=True,
+    help="The text of aiter that --double has.",
 )
 @click.option(
     "--device",
@@ -124,10 +138,10 @@ def planlife() -> None:
 )
 @click.option(
     "--kv",
-    type=click.Choice(["bf16", "fp16", "fp8"]),
+    type=click.Choice(["bf16", "fp16", "fp8", "fp8_fnuz"]),
     default="bf16",
     show_default=True,
-    help="What the KV cache stores; fp8 is e4m3fn with scales.",
+    help="What the KV cache stores; fp8 is e4m3fn with scales, fp8_fnuz e4m3fnuz, the FP8 of gfx942.",
 )
 @click.option(
     "--scales", type=click.Choice(["per_tensor", "per_token"]), help="Of an fp8 cache; per_tensor unless given."
@@ -156,7 +170,7 @@ def planlife() -> None:
     "memory_bytes",
     type=byte_count,
     metavar="BYTES",
-    help="What plans, scratch and the KV pool share; 8MiB unless given.",
+    help="What plans, scratch and the KV pool share; 16MiB unless given.",
 )
 @click.option(
     "--budget",
