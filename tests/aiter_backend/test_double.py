@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -26,7 +25,6 @@ from planlife.testing.aiter_double import (
     aiter_double,
     device_side,
 )
-from planlife.testing.aiter_double.signatures import decode_signature, plan_signature
 from tests.aiter_backend.double_call import fp8_of, pa_decode, plan_of, scratch_of, valid_call
 
 VECTORS = json.loads((Path(__file__).parent.parent / "data" / "planner_vectors.json").read_text())
@@ -437,7 +435,7 @@ def test_of_several_faults_decode_names_the_first(double):
         earlier = first(call)
         for _, second, _, _ in DECODE_FAULTS[at + 1 :]:
             later = second(call)
-            if earlier.keys() & later.keys() or _is_another_call(earlier) or _is_another_call(later):
+            if earlier.keys() & later.keys() or is_another_call(earlier) or is_another_call(later):
                 continue
             with pytest.raises(error, match=message):
                 pa_decode(**{**call, **later, **earlier})
@@ -445,7 +443,7 @@ def test_of_several_faults_decode_names_the_first(double):
     assert checked > 1500
 
 
-def _is_another_call(change: dict[str, Any]) -> bool:
+def is_another_call(change: dict[str, Any]) -> bool:
     """Whether shapes of other arguments follow from this change."""
     return len(change) > 1 or bool(change.keys() & {"query_length", "query", "key_cache"})
 
@@ -1207,27 +1205,6 @@ def test_a_newer_library_has_parameters_that_nobody_knows_and_takes_calls_withou
 def test_a_setting_that_is_none_is_refused(setting):
     with pytest.raises(ValueError, match=next(iter(setting))):
         AiterDouble(**setting)
-
-
-# The library itself
-
-
-def test_signatures_are_those_of_an_installed_aiter():
-    try:
-        module = importlib.import_module(MODULE)
-    except ImportError as error:
-        pytest.skip(f"no aiter with a FlyDSL decode here: {error}")
-    name = generation_of(module)
-    assert name in GENERATIONS, f"the installed aiter has {name}"
-    functions = {"plan_pa_decode": plan_signature, "pa_decode": decode_signature}
-    has_max_batch = "max_batch_size" in inspect.signature(module.plan_pa_decode).parameters
-    for function, signature in functions.items():
-        options = {"with_max_batch_size": has_max_batch} if function == "plan_pa_decode" else {}
-        ours = signature(GENERATIONS[name], **options).parameters.values()
-        theirs = inspect.signature(getattr(module, function)).parameters.values()
-        assert [(p.name, p.kind, p.default) for p in theirs] == [(p.name, p.kind, p.default) for p in ours]
-    fields = [field.name for field in dataclasses.fields(module.PADecodePlan)]
-    assert fields == [field.name for field in dataclasses.fields(AiterDouble(generation=name).plan_class)]
 
 
 def test_the_launches_go_through_the_seam_of_emulated_graphs(double):
