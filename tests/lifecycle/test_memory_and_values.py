@@ -349,10 +349,10 @@ def test_a_failed_mint_lets_go_of_its_buffers_before_its_victims_come_back(monke
     measured, backend = Measured(), limited_backend(None)
     real_compile = backend.compile
 
-    def compile_two_rows(spec: PlanSpec, plan_rows: int, device: Any) -> int:
+    def compile_two_rows(spec: PlanSpec, plan_rows: int, device: Any, least_rows: int) -> int:
         if plan_rows > 2:
             raise RuntimeError("no compiler")
-        num_compiled: int = real_compile(spec, plan_rows, device)
+        num_compiled: int = real_compile(spec, plan_rows, device, least_rows)
         return num_compiled
 
     monkeypatch.setattr(backend, "compile", compile_two_rows)

@@ -1,7 +1,9 @@
 """What aiter compiles per what: the keys of its planner, its decode tile and its reducer.
 
 The rules are the library's, not a wrapper's: a wrapper is right when none of these is new after its warm-up.
-Source: the schedule selection and the caches of ROCm/aiter's aiter/ops/flydsl/kernels.
+Source: the schedule selection and the caches of ROCm/aiter's aiter/ops/flydsl/kernels, as they are with mandatory plans
+(G2, G3). Of native BF16 caches the schedule was not found: their tiles are keyed by what is known of it. Earlier
+generations made more tiles, one per dtype of sinks for a start.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class TileShape:
     page: int
     capacity: int
     max_partitions: int
-    softmax_scale: float
+    softmax_scale: float | None
     query_dtype: str
     kv_dtype: str
     per_token: bool
@@ -51,11 +53,8 @@ def plan_key(
     pointers: tuple[int, ...],
 ) -> tuple[Any, ...]:
     """pointers: of lengths, work_info and reduce_info; Triton makes another kernel for one that 16 does not divide."""
-    key = (rows, capacity, max_partitions, planned_window(window), query_length if window > 0 else 1)
-    if planner == "flydsl":
-        return ("plan", *key)
-    blocks = (1 << (rows - 1).bit_length(), 1 << (max_partitions - 1).bit_length())
-    return ("plan", *key, *blocks, *(pointer % 16 == 0 for pointer in pointers))
+    key = ("plan", rows, capacity, max_partitions, planned_window(window), query_length if window > 0 else 1)
+    return key if planner == "flydsl" else (*key, *(pointer % 16 == 0 for pointer in pointers))
 
 
 def window_tiles(window: int, query_length: int) -> int:
@@ -74,13 +73,8 @@ def tile_key(shape: TileShape) -> tuple[Any, ...]:
     is_tuned_scalar = is_tuned_shape and s.is_transposed_v and not s.per_token
 
     workgroups = s.capacity * s.num_kv_heads
-    is_single_tile = False
-    tiles = 0
-    if s.window:
-        tiles = window_tiles(s.window, s.query_length)
-        is_single_tile = s.max_partitions >= tiles and s.capacity >= s.rows * tiles
-    else:
-        tiles = -(-s.context_bound // TILE_TOKENS)
+    tiles = window_tiles(s.window, s.query_length) if s.window else -(-s.context_bound // TILE_TOKENS)
+    is_single_tile = s.window > 0 and s.max_partitions >= tiles and s.capacity >= s.rows * tiles
     workgroups = min(workgroups, s.rows * s.num_kv_heads * tiles)
 
     splits = 1
@@ -98,11 +92,13 @@ def tile_key(shape: TileShape) -> tuple[Any, ...]:
     ):
         splits = 2
 
-    cta_rows = s.query_length // splits * s.group
-    is_wide_mfma = is_tuned_per_token and s.query_length in (3, 4) and s.group == 16
     is_wide_cache = s.cache_bytes >= _INT32_SPAN
-    uses_buffer_kv = s.cache_bytes < 2 * _INT32_SPAN and is_wide_mfma and -(-cta_rows // 16) == 4
-    uses_buffer_kv = uses_buffer_kv and is_wide_cache and s.page == 128
+    uses_buffer_kv = (
+        is_wide_cache
+        and s.cache_bytes < 2 * _INT32_SPAN
+        and is_tuned_per_token
+        and (s.query_length, splits, s.group, s.page) == (4, 1, 16, 128)
+    )
     prefetches_v = (is_tuned_per_token and s.query_length == splits and 8 <= s.group <= 16) or (
         is_tuned_scalar and s.page == 128 and s.query_length * s.group <= 16
     )
@@ -117,18 +113,15 @@ def tile_key(shape: TileShape) -> tuple[Any, ...]:
             or (is_single_tile and workgroups <= 2 * s.num_cu)
         )
     )
+    # Where a windowed call splits four queries there is one KV head, and the grid is at most twice the compute units.
     is_batch_first = (
-        is_tuned_per_token
-        and is_single_tile
+        is_single_tile
         and s.query_length == splits == 4
-        and s.num_kv_heads == 1
-        and s.group == 16
         and s.page == 128
         and 4096 <= s.window <= 8192
         and 4 <= s.rows <= 24
         and s.max_partitions <= 64
         and s.capacity == s.rows * tiles
-        and workgroups <= 2 * s.num_cu
         and not (s.rows > 8 and s.rows % 8 in (2, 4, 6) and tiles % 2 == 0)
     )
     return (
@@ -146,24 +139,34 @@ def _gfx1250_key(s: TileShape) -> tuple[Any, ...]:
     kv_bytes = 64 * stride + s.head_dim * 80 + 512
     if query_bytes + kv_bytes + 16 * 80 + 576 > GFX1250_LDS_BYTES:
         raise NotImplementedError("gfx1250: the query and KV tiles do not fit into LDS")
+    softmax_scale = s.head_dim**-0.5 if s.softmax_scale is None else s.softmax_scale
     return (
         "tile",
-        *(s.arch, s.head_dim, s.group, s.page, s.softmax_scale, s.query_dtype, s.kv_dtype),
+        *(s.arch, s.head_dim, s.group, s.page, softmax_scale, s.query_dtype, s.kv_dtype),
         *(s.per_token, s.query_length, s.is_transposed_v, s.window),
     )
 
 
-def reduce_key(shape: TileShape, output_dtype: str, sink_dtype: str | None, output_pointer: int) -> tuple[Any, ...]:
-    """output_pointer: of temporary_output, whose dtype is the output's."""
+def reduce_key(
+    shape: TileShape, output_dtype: str, sink_dtype: str | None, pointer: int, strides: tuple[int, ...]
+) -> tuple[Any, ...]:
+    """pointer, strides: of temporary_output, whose dtype is the output's.
+
+    A dimension of size 1 may have any stride in a contiguous tensor, and the library looks at it all the same.
+    """
     s = shape
     partitions = s.max_partitions
     if s.window:
         partitions = min(partitions, window_tiles(s.window, s.query_length))
     slot_items = s.query_length * s.group * s.head_dim
-    head_items = s.capacity * slot_items
-    is_bounded = partitions <= 64 and head_items < _INT32_SPAN and partitions * slot_items * 2 < _INT32_SPAN
-    # Every stride of contiguous scratch is a multiple of the head dimension, hence even.
-    is_vectorized = is_bounded and s.head_dim == 128 and output_pointer % 4 == 0
+    head_stride, *slot_strides = strides[:3]
+    is_bounded = (
+        partitions <= 64
+        and slot_strides == [slot_items, s.head_dim]
+        and head_stride < _INT32_SPAN
+        and partitions * slot_items * 2 < _INT32_SPAN
+    )
+    is_vectorized = is_bounded and s.head_dim == 128 and pointer % 4 == 0 and head_stride % 2 == 0
     is_compact = s.head_dim == 128 and partitions > 64 and s.capacity <= 32 * s.rows
     return (
         "reduce",

@@ -6,7 +6,7 @@ it was made.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -84,26 +84,15 @@ def decode(
     for stat in stats:
         stat.masked_fill_(is_used, token)
     partials.masked_fill_(is_used[..., None], token % 128)
-    if block_tables.shape[1]:
-        spec = _spec(call, query.shape[1], str(query.dtype), str(key_cache.dtype), block_tables.shape[1])
-        is_fp8 = call.scales != "none"
-        decode_into(
-            output,
-            query,
-            key_cache,
-            value_cache,
-            block_tables.clamp(0, value_cache.shape[0] - 1),  # who has other entries is told by `found`
-            float(softmax_scale),
-            spec=spec,
-            work_info=work_info,
-            reduce_info=reduce_info,
-            scratch=torch.empty(_partials_bytes(call), dtype=torch.uint8, device=query.device),
-            key_scale=1.0 if is_fp8 and key_scale is None else key_scale,
-            value_scale=1.0 if is_fp8 and value_scale is None else value_scale,
-            sinks=sinks,
-        )
-    else:
-        output.zero_()
+    key_scale, value_scale = (
+        1.0 if scale is None and call.scales != "none" else scale for scale in (key_scale, value_scale)
+    )
+    pages = block_tables.clamp(0, value_cache.shape[0] - 1)  # who has other entries is told by `found`
+    attend = attend_on_device if output.is_cuda else attend_on_host
+    attend(
+        *(call, output, query, key_cache, value_cache, pages, softmax_scale, work_info, reduce_info),
+        *(key_scale, value_scale, sinks),
+    )
     lost = torch.stack([(is_used & (stat != token)).any() for stat in stats]).any()
     return torch.cat((found, lost[None]))
 
@@ -129,21 +118,19 @@ def faults(
 
     is_task = begin < end
     is_foreign = is_task & ((row < 0) | (row >= rows))
-    owner = row.clamp(0, rows - 1)
-    part = torch.arange(row.shape[0], device=row.device) - start[owner]
-    parts = tasks[owner].clamp_min(1)
+    is_own = is_task & ~is_foreign
+    of_rows = torch.stack((start, tasks, lens, first, tiles), 1)
+    slot_start, slot_tasks, slot_length, slot_first, slot_tiles = of_rows[row.clamp(0, rows - 1)].unbind(1)
+    part = torch.arange(row.shape[0], device=row.device) - slot_start
+    parts = slot_tasks.clamp_min(1)
     is_right = (
         (part >= 0)
-        & (part < tasks[owner])
-        & (length == lens[owner])
-        & (begin == first[owner] + _floor_div(part * tiles[owner], parts))
-        & (end == first[owner] + _floor_div((part + 1) * tiles[owner], parts))
+        & (part < slot_tasks)
+        & (length == slot_length)
+        & (begin == slot_first + _floor_div(part * slot_tiles, parts))
+        & (end == slot_first + _floor_div((part + 1) * slot_tiles, parts))
     )
-    is_stale = (
-        (is_task & ~is_foreign & ~is_right).any()
-        | ((tasks > 0) != (tiles > 0)).any()
-        | ((is_task & ~is_foreign).sum() != tasks.sum())
-    )
+    is_stale = (is_own & ~is_right).any() | ((tasks > 0) != (tiles > 0)).any() | (is_own.sum() != tasks.sum())
 
     columns = block_tables.shape[1]
     is_long = lens > min(shape.context_bound, columns * shape.page)
@@ -170,20 +157,124 @@ def _has_bad_tail(
     page = call.shape.page
     last = _floor_div((lens - 1).clamp_min(0), page).clamp_max(block_tables.shape[1] - 1)
     pages = block_tables.gather(1, last[:, None])[:, 0].clamp(0, value_cache.shape[0] - 1)
-    # As bytes: some builds of torch cannot index 8-bit floats.
-    is_fp8 = value_cache.element_size() == 1
-    raw = value_cache.view(torch.uint8) if is_fp8 else value_cache
-    values = raw[pages.to(torch.int64)]
-    values = values.view(value_cache.dtype).float() if is_fp8 else values.float()
+    # FP8 as bytes: it has no infinity, and some builds of torch cannot index or compare 8-bit floats.
+    if value_cache.element_size() == 1:
+        values = value_cache.view(torch.uint8)[pages.to(torch.int64)]
+        is_bad = values == 0x80 if value_cache.dtype == torch.float8_e4m3fnuz else values.bitwise_and(0x7F) == 0x7F
+    else:
+        is_bad = ~value_cache[pages.to(torch.int64)].isfinite()
     if call.is_nhd:  # [rows, page, kv_heads, head_dim]
-        is_finite = values.isfinite().flatten(2).all(2)
-    elif values.dim() == 4:  # [rows, kv_heads, head_dim, page]
-        is_finite = values.isfinite().all(2).all(1)
+        is_bad = is_bad.flatten(2).any(2)
+    elif is_bad.dim() == 4:  # [rows, kv_heads, head_dim, page]
+        is_bad = is_bad.flatten(1, 2).any(1)
     else:  # [rows, kv_heads, page / x, head_dim, x]
-        is_finite = values.isfinite().all(3).all(1).flatten(1)
+        is_bad = is_bad.any(3).any(1).flatten(1)
     positions = last[:, None] * page + torch.arange(page, device=lens.device)
     is_tail = (positions >= lens[:, None]) & (lens > 0)[:, None]
-    return (is_tail & ~is_finite).any()
+    return (is_tail & is_bad).any()
+
+
+def attend_on_device(
+    call: CheckedCall,
+    output: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    pages: torch.Tensor,
+    softmax_scale: float,
+    work_info: torch.Tensor,
+    reduce_info: torch.Tensor,
+    key_scale: torch.Tensor | float | None,
+    value_scale: torch.Tensor | float | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    """The torch backend's kernel, which reads nothing back."""
+    columns = pages.shape[1]
+    if not columns:
+        output.zero_()
+        return
+    decode_into(
+        *(output, query, key_cache, value_cache, pages, softmax_scale),
+        spec=_spec(call, query.shape[1], str(query.dtype), str(key_cache.dtype), columns),
+        work_info=work_info,
+        reduce_info=reduce_info,
+        scratch=torch.empty(_partials_bytes(call), dtype=torch.uint8, device=query.device),
+        key_scale=key_scale,
+        value_scale=value_scale,
+        sinks=sinks,
+    )
+
+
+def attend_on_host(
+    call: CheckedCall,
+    output: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    pages: torch.Tensor,
+    softmax_scale: float,
+    work_info: torch.Tensor,
+    reduce_info: torch.Tensor,
+    key_scale: torch.Tensor | float | None,
+    value_scale: torch.Tensor | float | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    """The same where the tables may be read: row by row, and no token but a row's own. Shares no code with it."""
+    output.zero_()
+    shape, work = call.shape, work_info.tolist()
+    num_queries, heads, page = shape.query_length, shape.num_kv_heads, shape.page
+    queries = (query.float() * softmax_scale).view(-1, num_queries, heads, shape.group, shape.head_dim)
+    outputs = output.view(queries.shape)
+    sink = None if sinks is None else sinks.float().view(heads, shape.group)
+    for row, (slot, count) in enumerate(reduce_info.tolist()):
+        tasks = work[slot : slot + count]
+        if not tasks:
+            continue
+        begin, length = tasks[0][1] * TILE_TOKENS, tasks[-1][3]
+        stop = min(tasks[-1][2] * TILE_TOKENS, length, pages.shape[1] * page)
+        own = pages[row, begin // page : -(-stop // page)]
+        keys = _tokens(call, key_cache, own, key_scale, is_key=True)
+        values = _tokens(call, value_cache, own, value_scale, is_key=False)
+        for token in range(num_queries):
+            end = length - num_queries + 1 + token
+            first = max(end - call.window, begin, 0) if call.window else begin
+            seen = slice(first - begin, min(end, stop) - begin)
+            if seen.start >= seen.stop:
+                continue
+            logits = queries[row, token] @ keys[:, seen].mT
+            result = logits.softmax(-1) @ values[:, seen]
+            if sink is not None:
+                result *= (logits.logsumexp(-1) - sink).sigmoid()[..., None]
+            outputs[row, token] = result
+
+
+def _tokens(
+    call: CheckedCall, cache: torch.Tensor, pages: torch.Tensor, scale: torch.Tensor | float | None, *, is_key: bool
+) -> torch.Tensor:
+    """What the pages hold, scaled: float32[kv_heads, tokens, head_dim]."""
+    if cache.element_size() == 1:
+        # Torch converts 8-bit floats one by one: a look-up of what each byte stands for is several times as fast.
+        indices = cache.view(torch.uint8)[pages].to(torch.int32)
+        held = _values_of(cache.dtype).index_select(0, indices.flatten()).view(indices.shape)
+    else:
+        held = cache[pages].float()
+    if call.is_nhd:  # [pages, page, kv_heads, head_dim]
+        tokens = held.permute(2, 0, 1, 3)
+    elif is_key:  # [pages, kv_heads, head_dim / x, page, x]
+        tokens = held.permute(1, 0, 3, 2, 4).flatten(3)
+    elif held.dim() == 4:  # [pages, kv_heads, head_dim, page]
+        tokens = held.permute(1, 0, 3, 2)
+    else:  # [pages, kv_heads, page / x, head_dim, x]
+        tokens = held.permute(1, 0, 2, 4, 3).flatten(2, 3)
+    if isinstance(scale, torch.Tensor) and scale.numel() > 1:
+        scale = scale.view(scale.shape[:3])[pages].transpose(0, 1)[..., None]
+    return (tokens if scale is None else tokens * scale).flatten(1, 2)
+
+
+@cache
+def _values_of(dtype: torch.dtype) -> torch.Tensor:
+    """float32[256], by byte."""
+    return torch.arange(256, dtype=torch.uint8).view(dtype).float()
 
 
 def _by_pointer(tensor: torch.Tensor) -> torch.Tensor:

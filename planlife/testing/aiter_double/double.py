@@ -75,6 +75,7 @@ class AiterDouble:
             raise ValueError(f"optional must be among {OPTIONAL}, got {sorted(unknown)}.")
         if on_violation not in ("raise", "record"):
             raise ValueError(f"on_violation must be 'raise' or 'record', got {on_violation!r}.")
+        arch = arch.partition(":")[0]  # as aiter takes the features off the name that the driver gives
         self.arch, self.num_cu, self.generation = arch, num_cu, generation
         self.optional = frozenset(optional)
         self._compiled: dict[tuple[Any, ...], None] = {}
@@ -179,13 +180,17 @@ class AiterDouble:
         check_scratch(c, call.shape)
         self._check_allocations(c, call)
         scratch = self._scratch(c, call)
-        dtype = call.shape.query_dtype
-        self._compile(compile_keys.reduce_key(call.shape, dtype, call.sink_dtype, scratch[2].data_ptr()), c.query)
+        partials = scratch[2]
+        key = compile_keys.reduce_key(
+            call.shape, call.shape.query_dtype, call.sink_dtype, partials.data_ptr(), partials.stride()
+        )
+        self._compile(key, c.query)
         self._check_memory(c, scratch)
         self.decodes += 1
         launch(
             self._decode_and_judge,
-            *(call, c.output, c.query, c.key_cache, c.value_cache, c.context_lengths, c.block_tables, c.softmax_scale),
+            *(call, c.output, c.query, c.key_cache, c.value_cache, c.context_lengths, c.block_tables),
+            call.shape.head_dim**-0.5 if c.softmax_scale is None else float(c.softmax_scale),
             *(c.work_plan.work_info, c.work_plan.reduce_info, scratch, c.key_scale, c.value_scale, c.sinks),
             *(next(self._tokens) % _TOKENS, self._finite_tails),
         )
