@@ -9,11 +9,10 @@ import torch
 
 from planlife import ConfigError, RouteError
 from planlife.backends.aiter_backend import AiterBackend
-from planlife.testing import DecodeInputs, decode_cases
 
-from ..lifecycle import test_cache_kinds, test_decode_cases, test_values
+from ..lifecycle import test_cache_kinds, test_values
 from ..lifecycle.test_segments import *  # noqa: F403
-from ..lifecycle.world import PAGE, World, both_styles, new_device, small_spec
+from ..lifecycle.world import PAGE, World, both_styles, small_spec
 from .machines import *  # noqa: F403
 from .machines import Machine, Watched, _over_aiter, double_on, kind_of  # noqa: F401
 
@@ -58,23 +57,6 @@ def test_more_rows_than_a_backend_plans_at_once_are_served_in_segments(
     test_values.test_more_rows_than_a_backend_plans_at_once_are_served_in_segments(4097)
     assert {fault.partition(":")[0] for fault in watched.faults()} == {"compiled outside of a mint"}
     watched.start()
-
-
-def test_every_case_of_the_table_that_aiter_takes_is_as_exact_as_its_dtype(machine: Machine) -> None:
-    """What no row owns is NaN, tails of V too, which a double can be told to overlook."""
-    num_taken = 0
-    with double_on(machine, "cpu", finite_tails=False) as watched:
-        backend, device = AiterBackend(), new_device(256)
-        watched.start()
-        for case in decode_cases():
-            if case.layout.startswith("packed") and not backend.refuse_spec(case.spec(), device):
-                inputs = DecodeInputs.of(case)
-                output, plan = inputs.decode(backend=backend)
-                assert plan.route == "planned"
-                test_decode_cases.assert_exact(case, inputs, output)
-                num_taken += 1
-        assert not watched.faults()
-    assert num_taken
 
 
 def test_log_sum_exps_are_refused_before_anything_is_launched(watched: Watched) -> None:

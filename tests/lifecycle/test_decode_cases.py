@@ -84,19 +84,15 @@ def row_bound(case: DecodeCase) -> float:
     return ROW_BOUNDS["bfloat16" if on_tensor_cores and case.kv_dtype == "bfloat16" else case.q_dtype]
 
 
-def assert_exact(case: DecodeCase, inputs: DecodeInputs, output: torch.Tensor) -> None:
-    errors = row_errors(output, inputs.expected)
-    assert (errors <= row_bound(case)).all(), f"relative error per output row: {errors.tolist()}"
-    padding = inputs.num_rows * case.query_length
-    assert len(errors) > padding and (output[padding:] == 0).all()
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_row_of_every_case_is_as_exact_as_its_dtype(case: DecodeCase) -> None:
     inputs = DecodeInputs.of(case, device=world.DEVICE)
     output, plan = inputs.decode(backend=World.backend)
     assert plan.route == "planned"
-    assert_exact(case, inputs, output)
+    errors = row_errors(output, inputs.expected)
+    assert (errors <= row_bound(case)).all(), f"relative error per output row: {errors.tolist()}"
+    padding = inputs.num_rows * case.query_length
+    assert len(errors) > padding and (output[padding:] == 0).all()
 
 
 @pytest.mark.parametrize("case", CASES[::4], ids=str)
