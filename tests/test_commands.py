@@ -80,6 +80,8 @@ def test_options_reach_the_demo_and_the_rest_keeps_its_defaults(run_with):
     result, (config,) = run_with("demo")
     assert result.exit_code == 0
     assert config == planlife.demo.DemoConfig()
+    result, (config,) = run_with("demo", "--backend", "aiter", "--double", "gfx950", "--aiter-generation", "newer")
+    assert config == planlife.demo.DemoConfig(backend="aiter", double="gfx950", aiter_generation="newer")
     result, (config,) = run_with(
         *("demo", "--style", "in-graph", "--trace", "requests.csv", "--steps", "7"),
         *("--seed", "3", "--layers", "4", "--budget", "3MiB"),
@@ -170,7 +172,7 @@ def test_a_bug_keeps_its_traceback(run_with):
     [
         *(("--steps", "0"), ("--layers", "-1"), ("--budget", "0"), ("--style", "x"), ("--seed", "y")),
         *(("--kv", "int4"), ("--scales", "none"), ("--layout", "x"), ("--mtp", "0"), ("--mtp", "8"), ("--window", "0")),
-        ("--backend", "aiter"),
+        *(("--backend", "gluon"), ("--double", "gfx90a"), ("--aiter-generation", "G1d")),
     ],
 )
 def test_bad_options_exit_with_2_before_anything_runs(run_with, arguments):

@@ -519,7 +519,7 @@ def _check_strides(query: torch.Tensor, output: torch.Tensor) -> None:
 
 
 def _check_reducer(spec: PlanSpec, plan_rows: int) -> None:
-    most = _most_reducer_rows(spec)
+    most = most_reducer_rows(spec)
     if plan_rows > most:
         raise ConfigError(
             f"a class of {plan_rows} rows is too large for aiter's reducer: rows x (query rows per KV head x "
@@ -528,7 +528,8 @@ def _check_reducer(spec: PlanSpec, plan_rows: int) -> None:
         )
 
 
-def _most_reducer_rows(spec: PlanSpec) -> int:
+def most_reducer_rows(spec: PlanSpec) -> int:
+    """Rows of one table set that aiter's reducer can index (R47)."""
     return MAX_REDUCER_INDICES // (spec.query_rows_per_kv_head * spec.num_kv_heads) ** 2
 
 
@@ -540,7 +541,7 @@ def _refuse_always(spec: PlanSpec, device: Any) -> list[str]:
             f"max_partitions={spec.max_partitions} is above the {device.num_compute_units} compute units "
             f"of {device.name}; pass at most that, or None"
         )
-    if not _most_reducer_rows(spec):
+    if not most_reducer_rows(spec):
         reasons.append(
             f"aiter's reducer does not hold {spec.query_rows_per_kv_head} query rows per KV head on "
             f"{spec.num_kv_heads} KV heads: their product is above 2^15; split the heads over more ranks"

@@ -6,17 +6,26 @@ import os
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from ..spec import KV_LAYOUTS, SCALE_KINDS, check_int
+from ..spec import FP8_DTYPES, KV_LAYOUTS, SCALE_KINDS, check_int
 
 STYLES = ("before-replay", "in-graph")
-BACKENDS = ("auto", "torch", "triton")
+BACKENDS = ("auto", "torch", "triton", "aiter")
+#: What a stand-in for aiter may stand for: GPUs, and texts of the library.
+DOUBLES = ("gfx942", "gfx950", "gfx1250")
+AITER_GENERATIONS = ("G2", "G3", "newer")
 #: KV caches by the name that they go by: the dtype of the cache, and of the queries over it.
-KV_DTYPES = {"bf16": ("bfloat16", "bfloat16"), "fp16": ("float16", "float16"), "fp8": ("float8_e4m3fn", "bfloat16")}
+KV_DTYPES = {
+    "bf16": ("bfloat16", "bfloat16"),
+    "fp16": ("float16", "float16"),
+    "fp8": ("float8_e4m3fn", "bfloat16"),
+    "fp8_fnuz": ("float8_e4m3fnuz", "bfloat16"),
+}
 FP8_SCALES = tuple(kind for kind in SCALE_KINDS if kind != "none")
 
 NUM_Q_HEADS = 4
 NUM_KV_HEADS = 2
-HEAD_DIM = 32
+#: The smallest that every backend takes.
+HEAD_DIM = 64
 PAGE_SIZE = 16
 MAX_OUTPUT_TOKENS = 64
 #: What the packaged trace is made for. A wide window gets longer contexts, or it would cut nothing.
@@ -40,14 +49,18 @@ class DemoConfig:
     max_steps: engine steps to serve; a verify step with its draft passes is one.
     seed: of the queries, keys, values and of how many drafts a verify step accepts.
     num_layers: attention layers of the target model, full attention and sliding window by turns.
-    kv: "bf16", "fp16" or "fp8" (e4m3fn, with scales).
+    kv: "bf16", "fp16", "fp8" (e4m3fn, with scales) or "fp8_fnuz" (e4m3fnuz, which is the FP8 of gfx942).
     scales: of an FP8 cache, "per_tensor" or "per_token"; None = per_tensor for FP8, and what other caches have.
     layout: "nhd", "hnd" or "packed".
     mtp: draft tokens that a verify step looks at, so its query length is one more.
     window: tokens that the layers with a sliding window see.
     budget_bytes: for plans and scratch; None = the worst case.
     memory_bytes: what plans, scratch and the KV pool share.
-    backend: "auto", "torch" or "triton"; auto is torch on a CPU, and on a GPU triton where it can serve the demo.
+    backend: "auto", "torch", "triton" or "aiter"; auto is torch on a CPU, and on a GPU aiter or triton where one can
+        serve the demo.
+    double: a GPU of DOUBLES that `device` is taken for, with a strict stand-in for its aiter: torch ops behind the
+        library's checks, for machines without such a GPU. None = what is installed.
+    aiter_generation: of AITER_GENERATIONS, the text of aiter that the stand-in has.
     device: as torch writes it. On a CPU graphs are emulated.
 
     Raises ConfigError.
@@ -64,18 +77,33 @@ class DemoConfig:
     mtp: int = 3
     window: int = 128
     budget_bytes: int | None = None
-    memory_bytes: int = 8 << 20
+    memory_bytes: int = 16 << 20
     backend: str = "auto"
+    double: str | None = None
+    aiter_generation: str = "G3"
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        choices = {"style": STYLES, "kv": tuple(KV_DTYPES), "layout": KV_LAYOUTS, "backend": BACKENDS}
+        choices = {
+            "style": STYLES,
+            "kv": tuple(KV_DTYPES),
+            "layout": KV_LAYOUTS,
+            "backend": BACKENDS,
+            "aiter_generation": AITER_GENERATIONS,
+        }
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.")
+        if self.double is not None and self.double not in DOUBLES:
+            raise ConfigError(f"double must be one of {', '.join(DOUBLES)}, or None, got {self.double!r}.")
+        if self.double is not None and self.backend != "aiter":
+            raise ConfigError(
+                f"double={self.double!r} does not go with backend={self.backend!r}: it stands in for aiter. "
+                "Pass backend='aiter', or leave double out."
+            )
         if self.scales is not None and self.scales not in FP8_SCALES:
             raise ConfigError(f"scales must be one of {', '.join(FP8_SCALES)}, or None, got {self.scales!r}.")
-        if self.scales is not None and self.kv != "fp8":
+        if self.scales is not None and not self.is_fp8:
             raise ConfigError(
                 f"scales={self.scales!r} does not go with kv={self.kv!r}: only FP8 caches have scales. "
                 f"Leave scales out, or pass kv='fp8'."
@@ -102,9 +130,13 @@ class DemoConfig:
         return KV_DTYPES[self.kv][1]
 
     @property
+    def is_fp8(self) -> bool:
+        return self.kv_dtype in FP8_DTYPES
+
+    @property
     def kv_scales(self) -> str:
         """What PlanSpec calls scales: "none" for caches that have none."""
-        return "none" if self.kv != "fp8" else self.scales or FP8_SCALES[0]
+        return "none" if not self.is_fp8 else self.scales or FP8_SCALES[0]
 
     @property
     def verify_tokens(self) -> int:

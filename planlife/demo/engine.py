@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
@@ -18,6 +18,8 @@ from ..errors import BudgetError, ConfigError, MintError
 from ..ladder import CapacityLadder
 from ..manager import PlanManager
 from ..spec import PlanSpec
+from ..testing.aiter_double import AiterDouble
+from ..testing.aiter_machine import aiter_machine
 from ..trace import Request, read_trace
 from .check import DenseCheck
 from .config import (
@@ -33,7 +35,7 @@ from .config import (
 )
 from .kv_pool import KVPool, page_bytes
 from .model import Batch, Metadata, StepBuffers, ToyModel
-from .result import DemoResult, StepCounts
+from .result import DemoResult, StandIn, StepCounts
 from .scheduler import Running, Scheduler, TokenSource, arrivals_from_trace
 from .upload import upload
 
@@ -54,8 +56,9 @@ def run_demo(config: DemoConfig, progress: Progress | None = None) -> DemoResult
 
     progress: called with (done, total, text) as it runs.
 
-    Runs torch on one CPU thread meanwhile. Raises ConfigError, TraceError, BackendUnavailableError for a backend or
-    device that is not here; whatever planlife refuses comes through.
+    Runs torch on one CPU thread meanwhile, and with `config.double` takes aiter's place for imports. Raises
+    ConfigError, TraceError, BackendUnavailableError for a backend or device that is not here; whatever planlife
+    refuses comes through.
     Capture: no. Syncs: yes. Allocates: the KV pool and the buffers of all graphs.
     """
     num_threads = torch.get_num_threads()
@@ -73,11 +76,12 @@ def _run(config: DemoConfig, progress: Progress | None) -> DemoResult:
     arrivals, num_clipped = arrivals_from_trace(_read_requests(config), config)
 
     specs, device = site_specs(config), resolve_device(config.device)
-    backend = _resolve_backend(config, specs, device)
-    config = replace(config, device=device.name)
     num_captures = sum(len(sizes) for sizes in CAPTURE_ROWS.values())
     total = num_captures + config.max_steps
     with ExitStack() as stack:
+        double = stack.enter_context(_stand_in(config.double, device, config)) if config.double else None
+        backend = _resolve_backend(config, specs, device)
+        config = replace(config, device=device.name)
         watch = None
         if backend.name == "triton":
             from .compile_watch import CompileWatch  # needs Triton
@@ -94,10 +98,11 @@ def _run(config: DemoConfig, progress: Progress | None) -> DemoResult:
                 fallback="torch",
             )
         )
-        engine = Engine(config, manager)
+        engine = Engine(config, manager, finite_tails=backend.name == "aiter")
         engine.capture_all(lambda done, text: report_progress(done, total, text))
         startup_seconds = time.perf_counter() - started
         num_compiles_at_seal = watch.num_compiles if watch else 0
+        num_keys_at_seal = double.compiles if double else 0
         graph_kinds = {type(graph) for captured in engine.graphs.values() for graph in captured.graphs}
         scheduler = Scheduler(arrivals, engine.pool, config)
         for step in range(config.max_steps):
@@ -109,6 +114,8 @@ def _run(config: DemoConfig, progress: Progress | None) -> DemoResult:
                 engine.capture_again()
         report_progress(total, total, "served")
         check = engine.check
+        if double:
+            double.check()
         return DemoResult(
             config=config,
             counts=engine.counts,
@@ -116,6 +123,7 @@ def _run(config: DemoConfig, progress: Progress | None) -> DemoResult:
             graph_kind=" and ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in graph_kinds),
             num_triton_compiles=watch.num_compiles if watch else None,
             num_triton_compiles_after_seal=watch.num_compiles - num_compiles_at_seal if watch else None,
+            stand_in=_seen_by(double, num_keys_at_seal) if double else None,
             num_graphs=sum(len(captured.graphs) for captured in engine.graphs.values()),
             num_graphs_refused=engine.num_graphs_refused,
             num_requests=len(arrivals),
@@ -130,6 +138,23 @@ def _run(config: DemoConfig, progress: Progress | None) -> DemoResult:
             startup_seconds=startup_seconds,
             seconds=time.perf_counter() - started,
         )
+
+
+def _stand_in(arch: str, device: Device, config: DemoConfig) -> AbstractContextManager[AiterDouble]:
+    """`device` as an `arch` with aiter. What is wrong is noted and the run goes on: a mismatch would show beside it."""
+    device_type = device.name.partition(":")[0]
+    return aiter_machine(arch, device_type=device_type, generation=config.aiter_generation, on_violation="record")
+
+
+def _seen_by(double: AiterDouble, num_keys_at_seal: int) -> StandIn:
+    return StandIn(
+        arch=double.arch,
+        generation=double.generation,
+        num_decodes=double.decodes,
+        num_compile_keys=double.compiles,
+        num_compile_keys_after_seal=double.compiles - num_keys_at_seal,
+        violations=tuple(double.violations),
+    )
 
 
 def _resolve_backend(config: DemoConfig, specs: Mapping[str, PlanSpec], device: Device) -> Backend:
@@ -191,13 +216,13 @@ class Captured:
 class Engine:
     """Owns: the KV pool, the graphs and their buffers. Borrows: the manager."""
 
-    def __init__(self, config: DemoConfig, manager: PlanManager) -> None:
+    def __init__(self, config: DemoConfig, manager: PlanManager, *, finite_tails: bool = False) -> None:
         self._config = config
         self._plan_in_layers = config.style == "in-graph"
         self._manager = manager
         self._specs = site_specs(config)
         self._num_layers = config.num_layers
-        self.pool = _size_kv_pool(config, manager)
+        self.pool = _size_kv_pool(config, manager, finite_tails)
         self._model = ToyModel(manager, self.pool, num_layers=config.num_layers)
         self._tokens = TokenSource(config)
         self.check = DenseCheck(
@@ -207,7 +232,7 @@ class Engine:
             num_kv_heads=NUM_KV_HEADS,
             head_dim=HEAD_DIM,
             # FP8 numbers times their scales need more bits than the cache has.
-            dtype=torch.float32 if config.kv == "fp8" else getattr(torch, config.kv_dtype),
+            dtype=torch.float32 if config.is_fp8 else getattr(torch, config.kv_dtype),
             device=config.device,
         )
         self.counts = StepCounts()
@@ -451,7 +476,7 @@ class Engine:
         self.check.compare_zeros(f"{where} padding", output[num_real:])
 
 
-def _size_kv_pool(config: DemoConfig, manager: PlanManager) -> KVPool:
+def _size_kv_pool(config: DemoConfig, manager: PlanManager, finite_tails: bool) -> KVPool:
     """The pool from what plans and scratch leave of the memory; nothing is allocated to find out (R19)."""
     reserved_bytes = manager.worst_case_bytes() if config.budget_bytes is None else config.budget_bytes
     one_page_bytes = page_bytes(config)
@@ -464,7 +489,7 @@ def _size_kv_pool(config: DemoConfig, manager: PlanManager) -> KVPool:
             f"{config.max_context_tokens} tokens needs {needed_pages}. "
             f"Raise memory_bytes to at least {reserved_bytes + needed_pages * one_page_bytes:,}."
         )
-    return KVPool(config, num_pages=num_pages)
+    return KVPool(config, num_pages=num_pages, finite_tails=finite_tails)
 
 
 def _split(batch: Batch, buffers: Sequence[StepBuffers]) -> list[Batch | None]:

@@ -11,8 +11,8 @@ import torch
 from .config import HEAD_DIM, NUM_KV_HEADS, PAGE_SIZE, DemoConfig
 from .upload import upload
 
-_FP8_MAX = 448.0
-_FP8_NAN = 0x7F
+#: In a finite tail: far above any value that the model writes.
+_LARGE = 1e4
 #: Per tensor, of layer 0. Each layer has another one, so that a scale of the wrong layer shows.
 _KEY_SCALE, _VALUE_SCALE = 1 / 32, 1 / 64
 
@@ -48,13 +48,14 @@ class KVTokens:
         dtype = getattr(torch, config.kv_dtype)
         if config.kv_scales == "none":
             return cls(key.to(dtype), value.to(dtype))
+        largest = torch.finfo(dtype).max
         stored, scales = [], []
         for tensor, by_layer in zip((key, value), layer_scales(config.num_layers + 1), strict=True):
             if config.kv_scales == "per_token":
-                scale = tensor.abs().amax(3).clamp_min(1e-6) / _FP8_MAX
+                scale = tensor.abs().amax(3).clamp_min(1e-6) / largest
             else:
                 scale = upload(by_layer[list(layers)], tensor.device)[:, None, None].expand(tensor.shape[:3])
-            stored.append((tensor / scale[..., None]).clamp(-_FP8_MAX, _FP8_MAX).to(dtype))
+            stored.append((tensor / scale[..., None]).clamp(-largest, largest).to(dtype))
             scales.append(scale)
         return cls(*stored, *scales)
 
@@ -78,9 +79,12 @@ class KVPool:
     Owns: key, value kv_dtype[layers, ...] in the config's layout; key_scale, value_scale float32[layers, 1] per
     tensor, float32[layers, pages, kv_heads, page] per token, or None. Address-stable. Page 0 belongs to nobody: the
     keys of padded rows go there. A page without an owner holds NaN: a read through a wrong table shows.
+
+    finite_tails: what an owned page holds behind its row's tokens is finite, as engines keep it for kernels that
+        multiply it with a weight of 0; nothing there is small enough to hide. False: NaN there too.
     """
 
-    def __init__(self, config: DemoConfig, *, num_pages: int) -> None:
+    def __init__(self, config: DemoConfig, *, num_pages: int, finite_tails: bool = False) -> None:
         num_layers, dtype = config.num_layers + 1, getattr(torch, config.kv_dtype)
         pack = 16 // dtype.itemsize
         lead = (num_layers, num_pages)
@@ -104,9 +108,13 @@ class KVPool:
         self._layout, self._pack = config.layout, pack
         self._is_per_token = config.kv_scales == "per_token"
         # FP8 numbers are moved as the bytes that they are: torch has few ops for them.
-        self._is_fp8 = dtype.itemsize == 1
+        self._is_fp8 = config.is_fp8
+        large = min(torch.finfo(dtype).max, _LARGE)
+        self._nan, self._large = (self._bits(torch.tensor([number]).to(dtype)).item() for number in (torch.nan, large))
+        self._finite_tails = finite_tails
         self.num_pages = num_pages
         self._free = deque(range(1, num_pages))
+        self._clean([0])
 
     @property
     def num_bytes(self) -> int:
@@ -126,17 +134,28 @@ class KVPool:
                 f"{num_pages} KV pages asked for, {len(self._free)} of {self.num_pages} free: "
                 "admission let too many requests in."
             )
-        return [self._free.popleft() for _ in range(num_pages)]
+        pages = [self._free.popleft() for _ in range(num_pages)]
+        self._clean(pages)
+        return pages
+
+    def _clean(self, pages: Sequence[int]) -> None:
+        """Make `pages` finite: keys that any query takes for likely, values that no average hides."""
+        if self._finite_tails:
+            self._fill(pages, key=0, value=self._large, scale=1.0)
 
     def release(self, pages: Sequence[int]) -> None:
         """Take `pages` back and fill them with NaN."""
-        index = upload(torch.tensor(pages), self.key.device)
-        for cache in (self.key, self.value):
-            self._bits(cache).index_fill_(1, index, _FP8_NAN if self._is_fp8 else torch.nan)
-        if self._is_per_token:
-            for scale in self.scales_of(slice(None)):
-                scale.index_fill_(1, index, torch.nan)
+        self._fill(pages, key=self._nan, value=self._nan, scale=torch.nan)
         self._free.extend(pages)
+
+    def _fill(self, pages: Sequence[int], *, key: float, value: float, scale: float) -> None:
+        """With numbers of `_bits`, in all layers."""
+        index = upload(torch.tensor(pages), self.key.device)
+        for cache, number in ((self.key, key), (self.value, value)):
+            self._bits(cache).index_fill_(1, index, number)
+        if self._is_per_token:
+            for scales in self.scales_of(slice(None)):
+                scales.index_fill_(1, index, scale)
 
     def scales_of(self, layer: int | slice) -> tuple[torch.Tensor, ...]:
         """The scales of K and of V as pa_decode takes them; nothing where there are none."""

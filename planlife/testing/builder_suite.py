@@ -13,15 +13,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..device import Graph
 from ..events import Event
 from ..manager import PlanManager
-from ..spec import FP8_DTYPES, PlanSpec
+from ..spec import DTYPE_BYTES, PlanSpec
+from .decode_table import lay_out, make_scale
 from .reference import reference_decode
+
+if TYPE_CHECKING:
+    from .aiter_double import AiterDouble
 
 #: Relative error of a row up to which it counts as right: BF16 outputs of contexts of this suite's lengths. One token
 #: more or less of 600 changes a row by about 4 %.
@@ -29,6 +33,8 @@ ROW_ERROR = 1e-2
 
 _LONGEST_TOKENS = 600
 _NUM_LAYERS = 2
+#: How each kind of scales is handed over: a name of decode_table's SCALE_FORMS.
+_SCALE_FORMS = {"none": "none", "per_tensor": "device [1]", "per_token": "per token"}
 
 
 class BuilderFailure(AssertionError):
@@ -72,9 +78,9 @@ class BuilderAdapter(ABC):
         `lens` for an eager step."""
 
     @abstractmethod
-    def decode(self, metadata: Any, layer: int, *call: Any) -> None:
-        """One layer's attention, as the model runs it: `manager.pa_decode(plan, *call)`. A builder that plans while
-        recording does so here, in its first layer."""
+    def decode(self, metadata: Any, layer: int, *call: Any, **scales: Any) -> None:
+        """One layer's attention, as the model runs it: `manager.pa_decode(plan, *call, **scales)`. A builder that plans
+        while recording does so here, in its first layer. scales: key_scale and value_scale, where the cache has any."""
 
     @abstractmethod
     def context_lens(self, metadata: Any) -> torch.Tensor:
@@ -109,6 +115,14 @@ class BuilderAdapter(ABC):
     def close(self) -> None:
         """Called once at the end of each scenario, also of one that failed."""
         self.manager.close()
+
+
+class _Layer(NamedTuple):
+    """One layer's caches, and what pa_decode takes by keyword with them: the scales of an FP8 cache."""
+
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    scales: dict[str, Any]
 
 
 class _Batch(NamedTuple):
@@ -149,10 +163,11 @@ class _World:
         self.events: list[Event] = []
         adapter.manager.add_hook(self.events.append)
         for spec in (adapter.spec, adapter.draft_spec or adapter.spec):
-            if spec.kv_layout == "packed" or spec.kv_dtype in FP8_DTYPES:
+            pack = 16 // DTYPE_BYTES[spec.kv_dtype]
+            if spec.kv_layout == "packed" and (spec.page_size % pack or spec.head_dim % pack):
                 raise ValueError(
-                    f"the suite makes no {spec.kv_layout} {spec.kv_dtype} cache. "
-                    "Give the builder a manager over a 16- or 32-bit 'nhd' or 'hnd' cache for this test."
+                    f"a packed {spec.kv_dtype} cache has page_size and head_dim in multiples of {pack}, got "
+                    f"{spec.page_size} and {spec.head_dim}. Give the builder a manager over such a cache for this test."
                 )
         self.longest = min(adapter.spec.max_context_tokens - adapter.draft_passes, _LONGEST_TOKENS)
         page, num_rows = adapter.spec.page_size, max(adapter.capture_rows)
@@ -160,20 +175,26 @@ class _World:
         num_batches = max(adapter.num_ubatches, 1)
         pages = torch.randperm(num_batches * num_rows * columns, generator=self.generator).to(self.device, torch.int32)
         self.block_tables = pages.view(num_batches, num_rows, columns)
-        self.caches: dict[PlanSpec, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self.caches: dict[PlanSpec, list[_Layer]] = {}
 
-    def layers(self, spec: PlanSpec) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(key_cache, value_cache) per layer."""
+    def layers(self, spec: PlanSpec) -> list[_Layer]:
         if spec not in self.caches:
-            shape = [self.block_tables.numel(), spec.page_size, spec.num_kv_heads, spec.head_dim]
-            if spec.kv_layout == "hnd":
-                shape[1:3] = shape[2], shape[1]
-            dtype = getattr(torch, spec.kv_dtype)
-            self.caches[spec] = [
-                (self._random(shape).to(self.device, dtype), self._random(shape).to(self.device, dtype))
-                for _ in range(_NUM_LAYERS)
-            ]
+            self.caches[spec] = [self._layer(spec) for _ in range(_NUM_LAYERS)]
         return self.caches[spec]
+
+    def _layer(self, spec: PlanSpec) -> _Layer:
+        pages = self.block_tables.numel()
+        shape = pages, spec.page_size, spec.num_kv_heads, spec.head_dim
+        keys, values = (self._random(shape).to(getattr(torch, spec.kv_dtype)) for _ in range(2))
+        key_cache, value_cache = (cache.to(self.device) for cache in lay_out(keys, values, spec.kv_layout))
+        scales: dict[str, Any] = {}
+        if spec.scales != "none":
+            owned = torch.ones(shape[:2], dtype=torch.bool)  # every page is some row's
+            for name in ("key_scale", "value_scale"):
+                scale = make_scale(_SCALE_FORMS[spec.scales], owned, spec.num_kv_heads, self.generator)
+                assert isinstance(scale, torch.Tensor)
+                scales[name] = scale.to(self.device)
+        return _Layer(key_cache, value_cache, scales)
 
     def _random(self, shape: Sequence[int]) -> torch.Tensor:
         return torch.randn(tuple(shape), generator=self.generator)
@@ -205,9 +226,9 @@ class _World:
 
     def decode_layer(self, metadata: Any, layer: int, batch: _Batch) -> None:
         spec = batch.spec
-        keys, values = self.layers(spec)[layer]
-        scale = spec.head_dim**-0.5
-        self.adapter.decode(metadata, layer, batch.outputs[layer], batch.query, keys, values, batch.block_tables, scale)
+        keys, values, scales = self.layers(spec)[layer]
+        call = batch.outputs[layer], batch.query, keys, values, batch.block_tables, spec.head_dim**-0.5
+        self.adapter.decode(metadata, layer, *call, **scales)
 
     def decode(self, metadata: Any, batch: _Batch) -> None:
         for layer in range(_NUM_LAYERS):
@@ -228,7 +249,7 @@ class _World:
         self, batch: _Batch, layer: int, query: torch.Tensor, tables: torch.Tensor, lens: torch.Tensor
     ) -> torch.Tensor:
         spec = batch.spec
-        keys, values = self.layers(spec)[layer]
+        keys, values, scales = self.layers(spec)[layer]
         return reference_decode(
             query.cpu(),
             keys.cpu(),
@@ -239,6 +260,7 @@ class _World:
             query_length=spec.query_length,
             sliding_window=spec.sliding_window,
             kv_layout=spec.kv_layout,
+            **scales,
         )
 
     def _what_was_decoded(
@@ -287,10 +309,15 @@ def _named(where: str) -> Iterator[None]:
 class _Run:
     """One scenario on one adapter."""
 
-    def __init__(self, adapter: BuilderAdapter, seed: int) -> None:
+    def __init__(self, adapter: BuilderAdapter, seed: int, double: AiterDouble | None = None) -> None:
         self.adapter = adapter
         self.manager = adapter.manager
         self.world = _World(adapter, seed)
+        self._double = double
+        self._num_violations = len(double.violations) if double else 0
+        self._num_decodes = double.decodes if double else 0
+        self._num_keys_at_seal = double.compiles if double else 0
+        self.manager.add_hook(self._note_seal)
         self.last: dict[str, list[int]] = {}  # lengths that a wrong row may have decoded, by what they were
 
     def _counters(self) -> tuple[int, int]:
@@ -298,7 +325,14 @@ class _Run:
         counters = self.manager.report().counters
         return counters["hits"] + counters["misses"] + counters["fallbacks"], counters["refreshes"]
 
+    def _note_seal(self, event: Event) -> None:
+        if event.kind == "seal" and self._double:
+            self._num_keys_at_seal = self._double.compiles
+
     def _check_events(self, where: str) -> None:
+        """Nothing fell back, and aiter's stand-in has nothing against what ran."""
+        if self._double and len(self._double.violations) > self._num_violations:
+            raise BuilderFailure(f"{where}: aiter's stand-in objects: {self._double.violations[self._num_violations]}")
         for event in self.world.events:
             if event.kind == "fallback":
                 raise BuilderFailure(f"{where}: took the fallback: {event.reason}")
@@ -548,10 +582,23 @@ class _Run:
             raise BuilderFailure(f"{where}: its layers wrote something else than zeros.")
 
     def finish(self) -> None:
-        """Serving compiled nothing (R20)."""
+        """Serving compiled nothing (R20), by aiter's own keys too where its stand-in counts them."""
         compiles = self.manager.report().counters["compiles_after_seal"]
         if compiles:
             raise BuilderFailure(f"{compiles} specialisations were compiled after the capture phase: warm every class.")
+        if self._double is None:
+            return
+        self._double.check()
+        self._check_events("the scenario")
+        if self._double.decodes == self._num_decodes:
+            raise BuilderFailure(
+                f"aiter's stand-in decoded nothing: the manager's backend is {self.manager.report().backend!r}. "
+                "Give it backend='aiter'."
+            )
+        num_new = self._double.compiles - self._num_keys_at_seal
+        if num_new:
+            first = self._double.compiled[-num_new]
+            raise BuilderFailure(f"aiter would have compiled {num_new} kernels after the capture phase: {first}.")
 
 
 def _names(where: str, metadata: Sequence[Any]) -> list[str]:
@@ -642,8 +689,19 @@ _SCENARIOS: dict[str, Callable[[_Run, int], None]] = {
 SCENARIOS = tuple(_SCENARIOS)
 
 
-def run_scenario(name: str, factory: Callable[[], BuilderAdapter], *, num_steps: int = 72, seed: int = 0) -> None:
+def run_scenario(
+    name: str,
+    factory: Callable[[], BuilderAdapter],
+    *,
+    num_steps: int = 72,
+    seed: int = 0,
+    double: AiterDouble | None = None,
+) -> None:
     """Make a builder, run one of SCENARIOS on it, close it.
+
+    double: the stand-in for aiter that the builder's manager decodes by (`planlife.testing.aiter_machine`), best with
+        on_violation="record". What it objects to is the builder's failure, and so is a kernel that it would have
+        compiled after the capture phase.
 
     Raises BuilderFailure where the builder breaks a rule, Unsupported where it has no such steps.
     """
@@ -651,22 +709,26 @@ def run_scenario(name: str, factory: Callable[[], BuilderAdapter], *, num_steps:
         with _named("the factory"):
             adapter = factory()
         try:
-            run = _Run(adapter, seed)
+            run = _Run(adapter, seed, double)
             _SCENARIOS[name](run, num_steps)
             run.finish()
         finally:
             adapter.close()
 
 
-def check_builder(factory: Callable[[], BuilderAdapter], *, num_steps: int = 72, seed: int = 0) -> list[str]:
+def check_builder(
+    factory: Callable[[], BuilderAdapter], *, num_steps: int = 72, seed: int = 0, double: AiterDouble | None = None
+) -> list[str]:
     """Run every scenario that the builder has steps for, each on a builder of its own; returns their names.
+
+    double: as for `run_scenario`.
 
     Raises BuilderFailure.
     """
     done = []
     for name in SCENARIOS:
         try:
-            run_scenario(name, factory, num_steps=num_steps, seed=seed)
+            run_scenario(name, factory, num_steps=num_steps, seed=seed, double=double)
         except Unsupported:
             continue
         done.append(name)

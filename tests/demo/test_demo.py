@@ -11,7 +11,7 @@ import torch
 from planlife import BackendUnavailableError, ConfigError, PlanManager, StalePlanError, Step
 from planlife.demo import DemoConfig, DemoResult, engine, run_demo
 from planlife.demo.check import DenseCheck
-from planlife.demo.config import CAPTURE_ROWS, STYLES
+from planlife.demo.config import CAPTURE_ROWS, HEAD_DIM, STYLES
 from planlife.demo.kv_pool import KVPool, KVTokens
 from planlife.demo.model import StepBuffers
 from planlife.demo.scheduler import Arrival, Running, Scheduler, TokenSource, arrivals_from_trace
@@ -30,6 +30,7 @@ KINDS = (
     DemoConfig(kv="fp8", scales="per_token", mtp=1, window=17, max_steps=16, style="in-graph"),
     DemoConfig(kv="fp8", layout="hnd", mtp=2, max_steps=16, style="in-graph"),
     DemoConfig(kv="fp16", layout="packed", max_steps=16),
+    DemoConfig(kv="fp8_fnuz", layout="packed", mtp=1, max_steps=16),
 )
 
 
@@ -348,7 +349,7 @@ def test_a_run_that_compared_nothing_is_not_ok(results: dict[str, DemoResult]) -
         ({"max_steps": True}, "max_steps"),
         ({"seed": -1}, "seed"),
         ({"num_layers": 1}, "num_layers"),
-        ({"kv": "int4"}, "kv must be one of bf16, fp16, fp8, got 'int4'"),
+        ({"kv": "int4"}, "kv must be one of bf16, fp16, fp8, fp8_fnuz, got 'int4'"),
         ({"layout": "nhdx"}, "layout must be one of nhd, hnd, packed, got 'nhdx'"),
         ({"scales": "per_head", "kv": "fp8"}, "scales must be one of per_tensor, per_token, or None, got 'per_head'"),
         ({"scales": "per_token"}, "scales='per_token' does not go with kv='bf16'.* Leave scales out, or pass kv='fp8'"),
@@ -360,7 +361,10 @@ def test_a_run_that_compared_nothing_is_not_ok(results: dict[str, DemoResult]) -
         ({"memory_bytes": 0}, "memory_bytes"),
         ({"trace_path": 7}, "trace_path"),
         ({"device": 0}, "device"),
-        ({"backend": "aiter"}, "backend must be one of auto, torch, triton, got 'aiter'"),
+        ({"backend": "gluon"}, "backend must be one of auto, torch, triton, aiter, got 'gluon'"),
+        ({"double": "gfx90a", "backend": "aiter"}, "double must be one of gfx942, gfx950, gfx1250, or None"),
+        ({"double": "gfx942"}, "double='gfx942' does not go with backend='auto'.* Pass backend='aiter', or leave"),
+        ({"aiter_generation": "G1d"}, "aiter_generation must be one of G2, G3, newer, got 'G1d'"),
     ],
 )
 def test_a_config_that_can_never_work_is_refused_by_name(change: dict[str, Any], named: str) -> None:
@@ -475,14 +479,14 @@ def test_what_is_found_is_the_same_however_seldom_it_is_read(monkeypatch: pytest
 
 @pytest.mark.parametrize("scales", [None, "per_token"])
 @pytest.mark.parametrize("layout", ["nhd", "hnd", "packed"])
-@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+@pytest.mark.parametrize("kv", ["bf16", "fp8", "fp8_fnuz"])
 def test_pages_are_recycled_oldest_first_and_hold_nan_while_nobody_owns_them(
     kv: str, layout: str, scales: str | None
 ) -> None:
-    config = DemoConfig(kv=kv, layout=layout, scales=scales if kv == "fp8" else None)
+    config = DemoConfig(kv=kv, layout=layout, scales=None if kv == "bf16" else scales)
     pool = KVPool(config, num_pages=6)
     pages = pool.allocate(2)
-    new = KVTokens.store(torch.ones(1, 32, 2, 32), torch.ones(1, 32, 2, 32), [0], config)
+    new = KVTokens.store(*torch.ones(2, 1, 32, 2, HEAD_DIM), [0], config)
     slots = torch.tensor(pages).repeat_interleave(16) * 16 + torch.arange(16).repeat(2)
     parts = (new.key, new.value, new.key_scale, new.value_scale)
     pool.write(0, slots, *(part[0] for part in parts if part is not None))
@@ -499,6 +503,27 @@ def test_pages_are_recycled_oldest_first_and_hold_nan_while_nobody_owns_them(
     assert pool.allocate(4) == [3, 4, 5, 1]
     with pytest.raises(RuntimeError, match="2 KV pages asked for, 1 of 6 free"):
         pool.allocate(2)
+
+
+@pytest.mark.parametrize("scales", [None, "per_token"])
+@pytest.mark.parametrize("kv", ["bf16", "fp8", "fp8_fnuz"])
+def test_a_page_with_finite_tails_holds_none_but_large_numbers_while_somebody_owns_it(
+    kv: str, scales: str | None
+) -> None:
+    config = DemoConfig(kv=kv, layout="packed", scales=None if kv == "bf16" else scales)
+    pool = KVPool(config, num_pages=5, finite_tails=True)
+    pages = pool.allocate(2)
+    per_token = pool.scales_of(slice(None)) if config.kv_scales == "per_token" else ()
+
+    for owned in (0, *pages):
+        for tensor in (pool.key, pool.value, *per_token):
+            assert tensor[:, owned].float().isfinite().all()
+        assert pool.value[:, owned].float().min() > 200
+    for tensor in (pool.key, pool.value, *per_token):
+        assert tensor[:, 3:].float().isnan().all()
+    pool.release(pages)
+    for tensor in (pool.key, pool.value, *per_token):
+        assert tensor[:, pages].float().isnan().all()
 
 
 @pytest.mark.parametrize("scales", ["per_tensor", "per_token"])
@@ -563,7 +588,7 @@ def test_a_run_leaves_torchs_thread_count_as_it_was() -> None:
 
 def test_requests_wait_while_the_pool_cannot_hold_all_their_pages() -> None:
     most_rows = {}
-    for memory_bytes in (1_010_000, 8 << 20):
+    for memory_bytes in (2_000_000, 16 << 20):
         rows = []
         result = run_demo(
             DemoConfig(max_steps=45, memory_bytes=memory_bytes),
@@ -572,4 +597,4 @@ def test_requests_wait_while_the_pool_cannot_hold_all_their_pages() -> None:
         assert result.ok
         most_rows[memory_bytes] = max(int(text.split()[3]) for text in rows if "rows" in text and "dummy" not in text)
 
-    assert 1 <= most_rows[1_010_000] < most_rows[8 << 20]
+    assert 1 <= most_rows[2_000_000] < most_rows[16 << 20]

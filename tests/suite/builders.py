@@ -87,8 +87,8 @@ class Builder:
             metadata.lens, owner=metadata, revision=metadata.draft_pass, ubatch=metadata.ubatch, dummy=metadata.is_dummy
         )
 
-    def decode(self, metadata: Metadata, layer: int, *call: Any) -> None:
-        self.manager.pa_decode(metadata.plan, *call)
+    def decode(self, metadata: Metadata, layer: int, *call: Any, **scales: Any) -> None:
+        self.manager.pa_decode(metadata.plan, *call, **scales)
 
 
 class InGraphBuilder(Builder):
@@ -112,22 +112,23 @@ class InGraphBuilder(Builder):
         """Nothing may be allocated in the recording: the class must be there before."""
         Builder.plan(self, metadata)
 
-    def decode(self, metadata: Metadata, layer: int, *call: Any) -> None:
+    def decode(self, metadata: Metadata, layer: int, *call: Any, **scales: Any) -> None:
         if layer == 0:
             Builder.plan(self, metadata)
-        self.manager.pa_decode(metadata.plan, *call)
+        self.manager.pa_decode(metadata.plan, *call, **scales)
 
 
 class Adapter(BuilderAdapter):
     """The suite's view of a Builder class."""
 
+    default_spec = SPEC  #: of adapters that are told none; another suite has another one
     capture_rows = (1, 2, 4, 8)
     draft_passes = DRAFT_PASSES
     num_ubatches = NUM_UBATCHES
     has_dummies = True
 
-    def __init__(self, builder_class: type[Builder], spec: PlanSpec = SPEC, **manager_options: Any) -> None:
-        self.spec = spec
+    def __init__(self, builder_class: type[Builder], spec: PlanSpec | None = None, **manager_options: Any) -> None:
+        self.spec = spec = spec or self.default_spec
         self.ladder = CapacityLadder.powers_of_two(MAX_ROWS)
         self.manager = PlanManager(
             spec,
@@ -147,8 +148,8 @@ class Adapter(BuilderAdapter):
     def prepare_decode(self, lens: Sequence[int], rows: int) -> Metadata:
         return self.builder.prepare_decode(lens, rows)
 
-    def decode(self, metadata: Metadata, layer: int, *call: Any) -> None:
-        self.builder.decode(metadata, layer, *call)
+    def decode(self, metadata: Metadata, layer: int, *call: Any, **scales: Any) -> None:
+        self.builder.decode(metadata, layer, *call, **scales)
 
     def context_lens(self, metadata: Metadata) -> torch.Tensor:
         return metadata.lens

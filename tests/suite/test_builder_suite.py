@@ -39,7 +39,31 @@ def test_a_good_builder_passes(scenario: str, builder_class: type[Builder]) -> N
 @pytest.mark.parametrize("builder_class", [Builder, InGraphBuilder])
 @pytest.mark.parametrize("changes", [{"query_length": 3}, {"sliding_window": 100}, {"kv_layout": "hnd"}], ids=str)
 def test_a_good_builder_passes_with_other_specs(builder_class: type[Builder], changes: dict[str, Any]) -> None:
-    run_scenario("replayed", lambda: Adapter(builder_class, replace(SPEC, **changes)), num_steps=8)
+    run_scenario("replayed", lambda: Adapter(builder_class, replace(Adapter.default_spec, **changes)), num_steps=8)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn", "float8_e4m3fnuz"])
+@pytest.mark.parametrize("kv_layout", ["nhd", "packed"])
+def test_a_good_builder_passes_with_every_cache_and_kind_of_scales(kv_layout: str, kv_dtype: str) -> None:
+    for scales in ("none",) if kv_dtype == "bfloat16" else ("per_tensor", "per_token"):
+        spec = replace(SPEC, kv_layout=kv_layout, kv_dtype=kv_dtype, scales=scales)
+        run_scenario("replayed", lambda spec=spec: Adapter(InGraphBuilder, spec), num_steps=4)
+
+
+class ScalesOfOneLayer(Builder):
+    """Every layer decodes with the scales of the first."""
+
+    def decode(self, metadata: Metadata, layer: int, *call: Any, **scales: Any) -> None:
+        if layer == 0:
+            self.scales = scales
+        super().decode(metadata, layer, *call, **self.scales)
+
+
+@pytest.mark.parametrize("scales", ["per_tensor", "per_token"])
+def test_scales_of_another_layer_are_named(scales: str) -> None:
+    spec = replace(Adapter.default_spec, kv_layout="packed", kv_dtype="float8_e4m3fnuz", scales=scales)
+    message = failure("eager", ScalesOfOneLayer, spec=spec)
+    assert re.search(r"away from the answer for its \d+ tokens, and is that of no other length", message), message
 
 
 class ForgetsToPlanInCapture(Builder):
@@ -64,7 +88,7 @@ class DecodesOtherwiseWithoutPlan(ForgetsToPlanInCapture):
 
 def decode_without_plan(metadata: Metadata, output: torch.Tensor, *call: Any) -> None:
     *tensors, softmax_scale = call
-    extras: dict[str, Any] = {"spec": SPEC, "key_scale": None, "value_scale": None, "sinks": None}
+    extras: dict[str, Any] = {"spec": Adapter.default_spec, "key_scale": None, "value_scale": None, "sinks": None}
     DenseFallback(TorchBackend())(output, *tensors, metadata.lens, softmax_scale, **extras)
 
 
@@ -389,7 +413,9 @@ class OnlyWarmsTheLargest(Adapter):
     def __init__(self, **options: Any) -> None:
         super().__init__(Builder, **options)
         self.manager.close()
-        self.manager = PlanManager(SPEC, ladder=self.ladder, ubatches=2, device=world.DEVICE, **options)
+        self.manager = PlanManager(
+            self.spec, ladder=self.ladder, ubatches=2, device=world.DEVICE, backend=world.World.backend, **options
+        )
         self.builder = Builder(self.manager)
         self.capture_rows = (8,)
 
@@ -446,8 +472,8 @@ def test_a_builder_without_drafts_ubatches_or_dummies_skips_their_scenarios() ->
 
 
 def test_a_cache_that_the_suite_cannot_make_is_refused_at_once() -> None:
-    spec = replace(SPEC, kv_dtype="float8_e4m3fn", scales="per_tensor")
-    with pytest.raises(ValueError, match="makes no nhd float8_e4m3fn cache"):
+    spec = replace(SPEC, page_size=8, kv_layout="packed", kv_dtype="float8_e4m3fn", scales="per_tensor")
+    with pytest.raises(ValueError, match="in multiples of 16, got 8 and 16"):
         run_scenario("eager", lambda: Adapter(Builder, spec, enabled=False), num_steps=1)
 
 
