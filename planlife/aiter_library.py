@@ -60,7 +60,6 @@ class AiterLibrary:
     plan, decode, plan_type: plan_pa_decode, pa_decode and PADecodePlan.
     can_use, workgroup_budget, nhd_max_query_length: can_use_flydsl_pa_decode, pa_decode_default_workgroup_budget and
         pa_decode_nhd_max_query_length; None where this aiter has none that can be asked as planlife would.
-    takes_max_batch_size: plan_pa_decode has that parameter, which came with gfx1250.
     """
 
     plan: Callable[..., Any]
@@ -69,7 +68,6 @@ class AiterLibrary:
     can_use: Callable[..., Any] | None = None
     workgroup_budget: Callable[..., Any] | None = None
     nhd_max_query_length: Callable[..., Any] | None = None
-    takes_max_batch_size: bool = False
 
 
 class Probe(NamedTuple):
@@ -142,7 +140,6 @@ def read(module: ModuleType) -> Probe:
         optional("can_use_flydsl_pa_decode", DECODE_POSITIONALS, DECODE_KEYWORDS),
         optional("pa_decode_default_workgroup_budget", ("device",), _BUDGET_KEYWORDS),
         optional("pa_decode_nhd_max_query_length", ("device",), _NHD_KEYWORDS),
-        "max_batch_size" in _parameters(plan),
     )
     return Probe(library, ())
 

@@ -182,7 +182,7 @@ class _IdleBackend:
     def scratch_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
         return 512
 
-    def compile(self, spec: PlanSpec, plan_rows: int, device: Any) -> int:
+    def compile(self, spec: PlanSpec, plan_rows: int, device: Any, least_rows: int = 1) -> int:
         return 0
 
     def make_tables(self, spec: PlanSpec, plan_rows: int, num_compute_units: int, buffer: Any) -> Any:

@@ -42,6 +42,7 @@ class CallChecker:
         "_q_dtype",
         "_queries",
         "_scale",
+        "_scale_attributes",
         "_tables",
         "_wanted",
         "site",
@@ -56,8 +57,10 @@ class CallChecker:
         self._q_dtype = device.dtype(spec.q_dtype)
         #: Shape after the pages, of K and of each form that V may have.
         self._wanted = _cache_shapes(spec)
-        self._caches: dict[int, tuple[_Ref, _Ref]] = {}
+        #: Of each layer, by its key cache: both caches and the scales that it was called with last.
+        self._caches: dict[int, tuple[_Ref, _Ref, _Ref, _Ref]] = {}
         self._cache_attributes: object = None  # of the last pair that passed in full
+        self._scale_attributes: object = None  # the same of scales, which a cache's pages belong to
         self._tables: tuple[_Ref, int] = (_nothing, 0)
         #: The last query and output that passed in full, their rows, shape and device.
         self._queries: tuple[_Ref, _Ref, int, object, object] = (_nothing, _nothing, -1, None, None)
@@ -110,7 +113,7 @@ class CallChecker:
             self._check_queries(plan_rows, class_rows, output, query)
         caches = self._caches.get(id(key_cache))
         if caches is None or caches[0]() is not key_cache or caches[1]() is not value_cache or value_cache is None:
-            self._remember_caches(key_cache, value_cache)
+            caches = self._remember_caches(key_cache, value_cache)
         tables_ref, table_rows = self._tables
         if tables_ref() is not block_tables or block_tables is None or table_rows < plan_rows:
             self._check_tables(plan_rows, block_tables)
@@ -118,7 +121,14 @@ class CallChecker:
         if type(softmax_scale) is not float or softmax_scale != self._scale:
             self._check_softmax_scale(softmax_scale)
         if self._fp8 or key_scale is not None or value_scale is not None:
-            self._check_scales(key_cache.shape[0], key_scale, value_scale)
+            _, _, key_scale_ref, value_scale_ref = caches
+            if (
+                key_scale_ref() is not key_scale
+                or value_scale_ref() is not value_scale
+                or key_scale is None
+                or value_scale is None
+            ):
+                self._remember_scales(caches, key_cache, key_scale, value_scale)
         if sinks is not None:
             self._check_sinks(sinks)
         if lse is not None:
@@ -178,14 +188,16 @@ class CallChecker:
             raise self._refuse("output's strides", list(output.stride()), "memory of its own for each number")
         self._queries = (weakref.ref(query), weakref.ref(output), rows, query.shape, query.device)
 
-    def _remember_caches(self, key_cache: Any, value_cache: Any) -> None:
+    def _remember_caches(self, key_cache: Any, value_cache: Any) -> tuple[_Ref, _Ref, _Ref, _Ref]:
         attributes = _attributes(key_cache), _attributes(value_cache)
         if attributes != self._cache_attributes:
             self._check_caches(key_cache, value_cache)
             self._cache_attributes = attributes
         if len(self._caches) >= _MAX_REMEMBERED_CACHES:
             self._caches.clear()
-        self._caches[id(key_cache)] = (weakref.ref(key_cache), weakref.ref(value_cache))
+        caches = (weakref.ref(key_cache), weakref.ref(value_cache), _nothing, _nothing)
+        self._caches[id(key_cache)] = caches
+        return caches
 
     def _check_caches(self, key_cache: Any, value_cache: Any) -> None:
         spec = self.spec
@@ -237,6 +249,15 @@ class CallChecker:
         if not (math.isfinite(number) and number > 0):
             raise self._refuse(what, value, "finite and > 0")
 
+    def _remember_scales(
+        self, caches: tuple[_Ref, _Ref, _Ref, _Ref], key_cache: Any, key_scale: Any, value_scale: Any
+    ) -> None:
+        attributes = key_cache.shape[0], _attributes(key_scale), _attributes(value_scale)
+        if None in attributes or attributes != self._scale_attributes:
+            self._check_scales(key_cache.shape[0], key_scale, value_scale)
+            self._scale_attributes = attributes
+        self._caches[id(key_cache)] = (*caches[:2], _reference(key_scale), _reference(value_scale))
+
     def _check_scales(self, num_pages: int, key_scale: Any, value_scale: Any) -> None:
         spec = self.spec
         for what, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
@@ -287,6 +308,11 @@ class CallChecker:
 def is_broadcast(tensor: Any) -> bool:
     """Whether several numbers of this tensor lie in one place, as expand() makes them: nothing may be written there."""
     return any(not stride and extent > 1 for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _reference(scale: Any) -> _Ref:
+    """Gives a scale back: a tensor while it lives. Numbers cannot be referred to weakly, and cost nothing to keep."""
+    return weakref.ref(scale) if is_tensor(scale) else lambda: scale
 
 
 def _attributes(tensor: Any) -> object:

@@ -14,13 +14,13 @@ from rich.table import Table
 
 from . import __version__, sim_commands
 from .configuration import BACKENDS, FALLBACKS
+from .diagnosis import exact_bytes, human_bytes
 from .errors import ConfigError, PlanlifeError
 from .options import byte_count, progress_bar
 from .spec import INT32_MAX
 
 if TYPE_CHECKING:
     from .bench_device import Cost
-    from .doctor import Diagnosis
 
 _WIDE_COLUMNS = 120
 _COUNT = click.IntRange(min=1, max=INT32_MAX)
@@ -265,62 +265,16 @@ def doctor(
     """What is installed and visible here, and what each backend says about each site.
 
     Exit status: 0 what was asked for works, 1 something of it cannot, 2 bad input. On GPUs it opens a context on each.
+    It imports aiter where that is ROCm's, as a manager would.
     """
     from .doctor import diagnose
     from .sites import DEFAULT_SITES, read_sites
 
     sites = DEFAULT_SITES if sites_path is None else read_sites(sites_path)
     found = diagnose(sites, device=device, backend=backend, fallback=fallback, ubatches=ubatches)
-    if as_json:
-        click.echo(found.to_json())
-    else:
-        _print_diagnosis(found)
+    print(found.to_json() if as_json else found)  # click.echo loses letters that the terminal does not have
     if found.refused:
         ctx.exit(1)
-
-
-def _print_diagnosis(found: Diagnosis) -> None:
-    console = _console()
-    software = _table("software", "version", "")
-    for one in found.software:
-        software.add_row(one.name, one.version or "missing", one.note)
-    software.add_row("driver", found.driver or "none loaded", "")
-    console.print(software)
-    for gpu in found.gpus:
-        physical = "" if gpu.physical is None else f" (physical {gpu.physical})"
-        click.echo(
-            f"GPU {gpu.index}{physical}: {gpu.name}, {gpu.arch}, {gpu.num_compute_units} SMs or CUs, "
-            f"{_human(gpu.free_bytes)} of {_human(gpu.total_bytes)} free, PCI {gpu.pci_address or '?'}, "
-            f"NUMA node {'?' if gpu.numa_node is None else gpu.numa_node}"
-        )
-    if not found.gpus:
-        click.echo("GPUs: none visible")
-    if len(found.numa_nodes) > 1:
-        click.echo(
-            f"NUMA nodes: {len(found.numa_nodes)}; this process may run on {', '.join(map(str, found.cpu_nodes))}"
-        )
-    for site in found.sites:
-        answers = _table(f"site {site.site}", "can serve", "why not")
-        for kind, verdicts in (("backend", site.backends), ("fallback", site.fallbacks)):
-            for verdict in verdicts:
-                chosen = " (chosen)" if kind == "backend" and verdict.name == found.backend else ""
-                can_serve = "no" if verdict.reasons else "yes"
-                answers.add_row(f"{kind} {verdict.name}{chosen}", can_serve, "\n".join(verdict.reasons))
-        console.print(answers)
-        if site.worst_case_bytes is not None:
-            click.echo(
-                f"site {site.site} alone: worst case {_exact(site.worst_case_bytes)}, "
-                f"smallest budget {_exact(site.min_budget_bytes)}"
-            )
-    click.echo(f"device: {found.device or 'refused'}, backend: {found.backend or 'none'}")
-    if found.worst_case_bytes is not None:
-        click.echo(
-            f"all sites that it serves: worst case {_exact(found.worst_case_bytes)}, "
-            f"smallest budget {_exact(found.min_budget_bytes)}"
-        )
-    for label, lines in (("note", found.notes), ("wrong", found.wrong), ("cannot work", found.refused)):
-        for line in lines:
-            click.echo(f"{label}: {line}")
 
 
 def _console() -> Console:
@@ -332,19 +286,6 @@ def _table(*headings: str) -> Table:
     for heading in headings:
         table.add_column(heading, overflow="fold")
     return table
-
-
-def _human(num_bytes: int | None) -> str:
-    if num_bytes is None:
-        return "?"
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes} B"
-
-
-def _exact(num_bytes: int | None) -> str:
-    return "?" if num_bytes is None else f"{num_bytes:,} bytes ({_human(num_bytes)})"
 
 
 @planlife.command("estimate")
@@ -380,8 +321,8 @@ def estimate_bytes(sites_path: str | None, backend: str, num_compute_units: int,
         table.add_row(f"scratch of lane {lane.lane} ({', '.join(lane.sites)})", f"{lane.arena_bytes:,}")
     table.columns[1].justify = "right"
     _console().print(table)
-    click.echo(f"worst case of {found.ubatches} ubatch(es): {_exact(found.worst_case_bytes)}")
-    click.echo(f"smallest budget: {_exact(found.min_budget_bytes)}")
+    click.echo(f"worst case of {found.ubatches} ubatch(es): {exact_bytes(found.worst_case_bytes)}")
+    click.echo(f"smallest budget: {exact_bytes(found.min_budget_bytes)}")
     click.echo(f"backend {found.backend}, {found.num_compute_units} compute units")
 
 
@@ -438,6 +379,58 @@ def host(num_batches: int, calls_per_batch: int) -> None:
     )
 
 
+@bench.command("aiter")
+@click.option("--device", default="cpu", show_default=True, help="As torch writes it, such as cuda:0.")
+@click.option(
+    "--rounds",
+    "num_rounds",
+    type=click.IntRange(min=30),
+    default=301,
+    show_default=True,
+    metavar="N",
+    help="Rounds to time.",
+)
+@click.option(
+    "--calls",
+    "calls_per_round",
+    type=click.IntRange(min=1),
+    default=50,
+    show_default=True,
+    metavar="N",
+    help="Calls of each layer in a round.",
+)
+def bench_aiter(device: str, num_rounds: int, calls_per_round: int) -> None:
+    """What the aiter backend adds to a layer: host time of a call through the manager beside a bare call.
+
+    Over a pa_decode that returns at once, which takes no AMD GPU, and over the installed aiter where it serves this
+    device. Rounds are short, so that on a busy machine some are undisturbed.
+    """
+    from .bench_aiter import NUM_LAYERS, measure_wrapper
+
+    reports, left_out = measure_wrapper(device=device, num_rounds=num_rounds, calls_per_round=calls_per_round)
+    console = Console(markup=False, highlight=False, width=max(Console().width, _WIDE_COLUMNS))
+    headings = ("wrapped min", "bare min", "added", "of it launches", "added, median", "wrapped median", "bare median")
+    for report in reports:
+        table = Table(title=f"{report.library}, on {report.device}: us per layer", title_justify="left", box=MARKDOWN)
+        table.add_column("call")
+        for heading in headings:
+            table.add_column(heading, justify="right")
+        for one in report.figures:
+            figures = (
+                *(min(one.wrapped_us), min(one.bare_us), one.added_us, min(one.writes_us), one.added_median_us),
+                *(one.wrapped_median_us, one.bare_median_us),
+            )
+            table.add_row(one.call, *(f"{us:.2f}" for us in figures))
+        console.print(table)
+    console.print(
+        f"Host time per call, over {num_rounds} rounds of {calls_per_round} calls of each of {NUM_LAYERS} layers, "
+        "wrapped and bare rounds in turn, without gc. Added: the fastest wrapped round less the fastest bare one; its "
+        "median is over the rounds. Launches: scales that are numbers are written by two of them; tensors need none."
+    )
+    if left_out:
+        console.print(f"Not measured over an installed aiter: {left_out}.")
+
+
 @bench.command("device")
 @click.option("--backend", default="auto", show_default=True, help="auto, torch, triton or aiter.")
 @click.option("--device", default="cuda", show_default=True, help="The GPU: cuda or cuda:N.")
@@ -457,7 +450,7 @@ def bench_device(backend: str, device: str, as_json: bool) -> None:
         click.echo(json.dumps(report.to_dict(), indent=2))
         return
     console = Console(markup=False, highlight=False, width=max(terminal.width, _WIDE_COLUMNS))
-    console.print(f"{report.backend} on {report.device}, {report.gpu}, L2 {_human(report.l2_bytes)}")
+    console.print(f"{report.backend} on {report.device}, {report.gpu}, L2 {human_bytes(report.l2_bytes)}")
     for title, costs in (
         ("host, eager", report.host),
         ("device, in a graph", report.refreshes),

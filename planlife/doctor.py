@@ -5,17 +5,18 @@ Every question to the machine goes through `Machine`, and one that raises become
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import platform
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib import import_module, metadata, util
 from pathlib import Path
 from typing import Any, TypeVar
 
-from . import __version__
+from . import __version__, aiter_library
+from .aiter_generation import AiterGeneration, imported_generation
 from .configuration import (
     BACKENDS,
     FALLBACKS,
@@ -28,8 +29,10 @@ from .configuration import (
     resolve_device,
 )
 from .device import Device
-from .errors import PlanlifeError
+from .diagnosis import Choice, Diagnosis, Gpu, SiteAnswer, Software, Verdict
+from .errors import BackendUnavailableError, ConfigError, PlanlifeError
 from .estimate import estimate
+from .ladder import CapacityLadder
 from .sites import Sites
 from .spec import PlanSpec, check_int
 from .visibility import read_visibility
@@ -42,11 +45,6 @@ _DEVELOPERS_EXTRAS = ("test", "dev")
 #: Extras that only one platform has a use for; torch for ROCm brings its own Triton.
 _EXTRAS_OF_A_PLATFORM = {"triton": "cuda", "rocm": "rocm"}
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:>=([\d.]+))?\s*(?:;\s*extra\s*==\s*[\"']([\w-]+)[\"'])?")
-_AITER_PLANNER = "ops/flydsl/pa_decode.py"
-_UNRELATED_AITER = (
-    "this is PyPI's asyncio package of that name, not ROCm's kernel library: pip uninstall aiter. ROCm's comes with "
-    "the ROCm images"
-)
 
 
 @dataclass(frozen=True)
@@ -54,13 +52,13 @@ class Machine:
     """What the doctor asks of process and machine. Tests hand in another; any of these may raise.
 
     version: of a distribution by name, else PackageNotFoundError. requirements: of the installed planlife.
-    package_folder: of a module that could be imported, without importing it. read_text: of a file in /proc or /sys.
+    has_module: whether a top-level module could be imported, without doing it. read_text: of a file in /proc or /sys.
     """
 
     environ: Mapping[str, str]
     version: Callable[[str], str]
     requirements: Callable[[], Sequence[str]]
-    package_folder: Callable[[str], Path | None]
+    has_module: Callable[[str], bool]
     import_torch: Callable[[], Any]
     read_text: Callable[[str], str]
     allowed_cpus: Callable[[], Set[int]]
@@ -73,90 +71,12 @@ class Machine:
             environ=os.environ,
             version=metadata.version,
             requirements=lambda: metadata.requires("planlife") or [],
-            package_folder=_package_folder,
+            has_module=lambda name: util.find_spec(name) is not None,
             import_torch=lambda: import_module("torch"),
             read_text=lambda path: Path(path).read_text(encoding="utf-8", errors="replace"),
             allowed_cpus=lambda: os.sched_getaffinity(0),
             resolve_device=resolve_device,
         )
-
-
-@dataclass(frozen=True)
-class Software:
-    """version: None = not installed. note: what it is built for, or what to install."""
-
-    name: str
-    version: str | None
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One visible device; None is what nobody could tell.
-
-    index: as torch counts. physical: as the machine counts, where variables renumber. arch: "sm_90", "gfx942".
-    """
-
-    index: int
-    physical: str | None
-    name: str
-    arch: str
-    num_compute_units: int
-    total_bytes: int
-    free_bytes: int | None
-    pci_address: str | None
-    numa_node: int | None
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What one backend, or one named fallback, says. reasons: everything against; empty = it can serve the site."""
-
-    name: str
-    reasons: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class SiteAnswer:
-    """worst_case_bytes, min_budget_bytes: of this site alone with the chosen backend; None if that is not here."""
-
-    site: str
-    backends: tuple[Verdict, ...]
-    fallbacks: tuple[Verdict, ...]
-    worst_case_bytes: int | None
-    min_budget_bytes: int | None
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """What the doctor found.
-
-    platform: what torch is built for: "cuda", "rocm", "cpu", or "unknown" where there is no torch to ask.
-    device: the one that the sites were asked about, None if it is refused. backend: the chosen one, which "auto" is
-    resolved to. worst_case_bytes, min_budget_bytes: of all sites that it serves together.
-    numa_nodes: of the machine. cpu_nodes: of the CPUs that this process may run on.
-    notes: what is worth knowing. wrong: what is wrong with the machine or its settings. refused: what was asked for
-    and cannot work.
-    """
-
-    software: tuple[Software, ...]
-    platform: str
-    driver: str | None
-    gpus: tuple[Gpu, ...]
-    numa_nodes: tuple[int, ...]
-    cpu_nodes: tuple[int, ...]
-    device: str | None
-    backend: str | None
-    sites: tuple[SiteAnswer, ...]
-    worst_case_bytes: int | None
-    min_budget_bytes: int | None
-    notes: tuple[str, ...]
-    wrong: tuple[str, ...]
-    refused: tuple[str, ...]
-
-    def to_json(self) -> str:
-        """All fields as one JSON object."""
-        return json.dumps(asdict(self), indent=2)
 
 
 def diagnose(
@@ -170,7 +90,8 @@ def diagnose(
 ) -> Diagnosis:
     """Ask everything. The arguments are PlanManager's; machine: None = this one.
 
-    Raises ConfigError for arguments that mean nothing. Capture: no. Syncs: no. Allocates: a context on each GPU.
+    Imports torch, and aiter where that is ROCm's. Raises ConfigError for arguments that mean nothing. Capture: no.
+    Syncs: no. Allocates: a context on each GPU; where aiter can be used, for a moment the tensors to ask it with.
     """
     check_choice("backend", backend, ("auto", *BACKENDS))
     if fallback is not None:
@@ -185,6 +106,7 @@ class _Examination:
         self._notes: list[str] = []
         self._wrong: list[str] = []
         self._refused: list[str] = []
+        self._generation: AiterGeneration | None = None
 
     def of(self, sites: Sites, device: Any, backend: str, fallback: str | None, ubatches: int) -> Diagnosis:
         torch = self._ask("importing torch", None, self._machine.import_torch)
@@ -208,7 +130,12 @@ class _Examination:
 
         answers = []
         for site, spec in sites.specs.items():
-            backends = self._verdicts("backend", BACKENDS, absence_reasons, backend_reasons, spec, asked, refusal)
+            backends = tuple(
+                verdict if verdict.reasons else replace(verdict, conditions=self._conditions(verdict.name, site, sites))
+                for verdict in self._verdicts(
+                    "backend", BACKENDS, absence_reasons, backend_reasons, spec, asked, refusal
+                )
+            )
             fallbacks = self._verdicts(
                 "fallback", FALLBACKS, fallback_absence_reasons, fallback_reasons, spec, asked, refusal
             )
@@ -220,6 +147,7 @@ class _Examination:
             self._refuse_what_cannot_work(answers, backend, chosen, fallback)
         return Diagnosis(
             software,
+            self._generation,
             kind,
             driver,
             gpus,
@@ -228,6 +156,7 @@ class _Examination:
             asked.name if asked else None,
             chosen,
             tuple(answers),
+            () if asked is None else self._choices(answers, self._choose("auto", sites, asked), fallback),
             worst_case_bytes,
             min_budget_bytes,
             tuple(self._notes),
@@ -294,22 +223,18 @@ class _Examination:
         return [(match[1], match[2] or "", match[3] or "") for match in matches if match]
 
     def _aiter(self, kind: str) -> Software:
-        """Told apart by its files: importing either of the two would have effects."""
-        folder = self._machine.package_folder("aiter")
-        if folder is None:
+        """By its signatures, where it can be imported, and else by why not: as backend="aiter" would be told."""
+        is_there = self._ask("looking for aiter", True, self._machine.has_module, "aiter")
+        library, reasons = aiter_library.probe()
+        self._generation = imported_generation(library)
+        if not is_there and self._generation is None:
             there = "it comes with the ROCm images (PyPI's aiter is another project)"
             return Software("aiter", None, there if kind == "rocm" else "for AMD GPUs only")
-        version = self._version("aiter") or "of unknown version"
-        planner = folder / _AITER_PLANNER
-        if not (folder / "ops").is_dir():
-            if kind == "rocm":
-                self._wrong.append(f"aiter {version} in {folder}: {_UNRELATED_AITER}")
-            return Software("aiter", version, "PyPI's asyncio package, not ROCm's")
-        if not planner.is_file():
-            return Software("aiter", version, f"ROCm's, without {_AITER_PLANNER}: too old for work plans")
-        if not re.search(r"^def plan_pa_decode\b", planner.read_text(encoding="utf-8", errors="replace"), re.M):
-            return Software("aiter", version, f"ROCm's, but {_AITER_PLANNER} has no plan_pa_decode: too old, or a fork")
-        return Software("aiter", version, "ROCm's, with plan_pa_decode")
+        if kind == "rocm":  # elsewhere nobody misses it
+            self._wrong.extend(f"backend 'aiter' cannot be had: {reason}" for reason in reasons)
+        told = [f"ROCm's, generation {self._generation.name or 'unknown'}"] if self._generation else []
+        told.append("planlife can use it" if library is not None else f"planlife cannot use it: {'; '.join(reasons)}")
+        return Software("aiter", self._version("aiter") or "of unknown version", "; ".join(told))
 
     def _text(self, path: str) -> str | None:
         """A file in /proc or /sys; None where there is none, which says nothing is wrong."""
@@ -451,6 +376,37 @@ class _Examination:
             verdicts.append(Verdict(name, tuple(reasons)))
         return tuple(verdicts)
 
+    def _conditions(self, name: str, site: str, sites: Sites) -> tuple[str, ...]:
+        """What holds for calls of a site that the backend of that name serves."""
+        none: tuple[str, ...] = ()
+        if name != "aiter":
+            return none
+        return self._ask("the conditions of aiter", none, _aiter_conditions, sites.specs[site], sites.ladders[site])
+
+    def _choices(self, answers: Sequence[SiteAnswer], auto: str | None, fallback: str | None) -> tuple[Choice, ...]:
+        """In the order in which PlanManager looks: the backend is there, the fallback takes all, each site is taken."""
+        choices = []
+        for asked in ("auto", *BACKENDS):
+            name = auto if asked == "auto" else asked
+            if name is None:
+                continue  # "choosing a backend failed" is among what is wrong
+            refused = tuple(one.site for one in answers if _reasons(one.backends, name))
+            lost = [one.site for one in answers if fallback is not None and _reasons(one.fallbacks, fallback)]
+            missing = [f"backend {name}"] if self._is_absent(name) else []
+            missing += [f"fallback {fallback}"] if fallback is not None and self._is_absent(fallback) else []
+            error = ""
+            if missing:
+                error = f"raises {BackendUnavailableError.__name__}: {missing[0]} cannot be used here"
+            elif lost:
+                error = f"raises {ConfigError.__name__}: fallback {fallback} cannot serve {', '.join(lost)}"
+            elif refused and fallback is None:
+                error = f"raises {ConfigError.__name__}: {name} cannot serve {', '.join(refused)}, without a fallback"
+            choices.append(Choice(asked, None if error else name, error, () if error else refused))
+        return tuple(choices)
+
+    def _is_absent(self, name: str) -> bool:
+        return self._ask(f"looking for {name}", True, lambda: bool(absence_reasons(name)))
+
     def _refuse_what_cannot_work(
         self, answers: Sequence[SiteAnswer], backend: str, chosen: str | None, fallback: str | None
     ) -> None:
@@ -464,16 +420,33 @@ class _Examination:
                 self._refused.append(f"site {one.site}: backend {chosen or backend}: {'; '.join(against)}")
 
 
-def _package_folder(name: str) -> Path | None:
-    spec = util.find_spec(name)  # of a top-level name: imports nothing
-    places = list(spec.submodule_search_locations or ()) if spec else []
-    return Path(places[0]) if places else None
-
-
 def _platform(torch: Any) -> str:
     if torch is None:
         return "unknown"
     return "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
+
+
+def _aiter_conditions(spec: PlanSpec, ladder: CapacityLadder) -> tuple[str, ...]:
+    # Imported here: it needs torch, which may be what is missing.
+    from .backends.aiter_backend import MAX_PLAN_ROWS, most_reducer_rows
+
+    conditions = []
+    segments = [f"{rows} in {-(-rows // MAX_PLAN_ROWS)}" for rows in ladder.classes if rows > MAX_PLAN_ROWS]
+    if segments:
+        conditions.append(f"classes above {MAX_PLAN_ROWS} rows are decoded in segments: {', '.join(segments)}")
+    most = most_reducer_rows(spec)
+    too_large = [str(rows) for rows in ladder.classes if min(rows, MAX_PLAN_ROWS) > most]
+    if too_large:
+        conditions.append(
+            f"warming the classes {', '.join(too_large)} is refused: aiter's reducer takes {most} rows of this shape; "
+            f"pass backend=AiterBackend(max_plan_rows={most}), which makes segments"
+        )
+    conditions.append(
+        f"softmax_scale is compiled in as {1 / math.sqrt(spec.head_dim)} (1/sqrt(head_dim)), and calls with another "
+        "one are refused: pass backend=AiterBackend(softmax_scales=[...]) where the model has others"
+    )
+    conditions.append("calls with lse= are refused: aiter gives no log-sum-exps, backend='triton' does")
+    return tuple(conditions)
 
 
 def _num_gpus(torch: Any) -> int:

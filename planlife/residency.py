@@ -183,9 +183,9 @@ class Residency:
             return
         with self._device.relaxed():  # another thread may record: in a re-opened phase, or with on_miss="mint"
             num_compiles = sum(
-                self._backend.compile(spec, rows, self._device)
+                self._backend.compile(spec, rows, self._device, least_rows)
                 for spec in plan.specs
-                for rows in sorted(set(self._sizing.segment_rows(plan.class_rows)))
+                for rows, least_rows in self._sizing.least_segment_rows(plan.site, plan.class_rows).items()
             )
         self._compiled.add(key)
         self._counters.compiles += num_compiles

@@ -46,6 +46,21 @@ class Sizing:
         full, rest = divmod(class_rows, limit)
         return [limit] * full + ([rest] if rest else [])
 
+    def least_segment_rows(self, site: str, class_rows: int) -> dict[int, int]:
+        """Rows of each kind of table set of a class -> the fewest that a call of the class decodes by one of them.
+
+        Fewer rows ride a smaller class. The top class has no such bound: it takes the rest of more rows than it has.
+        """
+        classes = self._ladders[site].classes
+        position = classes.index(class_rows)
+        least = 1 if position in (0, len(classes) - 1) else classes[position - 1] + 1
+        found: dict[int, int] = {}
+        first_row = 0
+        for rows in self.segment_rows(class_rows):
+            found[rows] = min(found.get(rows, rows), max(least - first_row, 1))
+            first_row += rows
+        return found
+
     def tables_bytes(self, site: str, segment_rows: int) -> int:
         """One table set, as a sub-buffer."""
         return align(self._backend.table_bytes(self._sites[site], segment_rows, self._num_compute_units))

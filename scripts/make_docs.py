@@ -19,6 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import aiter_tables
 import make_layout_drawings
 import page_sessions
 
@@ -317,7 +318,16 @@ def _option(option: Any) -> str:
     return _row(f"`{flags}`", default, _escaped(option.help or ""))
 
 
-MAKERS: dict[str, Callable[..., str]] = {"api": api, "errors": errors, "unserved": unserved, "commands": commands}
+MAKERS: dict[str, Callable[..., str]] = {
+    "api": api,
+    "errors": errors,
+    "unserved": unserved,
+    "commands": commands,
+    "aiter-versions": aiter_tables.versions,
+    "aiter-names": aiter_tables.newer_names,
+    "aiter-caches": aiter_tables.caches,
+    "aiter-first-run": aiter_tables.first_run,
+}
 
 
 if __name__ == "__main__":

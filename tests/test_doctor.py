@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 import planlife
-from planlife import CapacityLadder, ConfigError, PlanManager, PlanSpec, configuration
+from planlife import CapacityLadder, ConfigError, PlanManager, PlanSpec, aiter_library, configuration
 from planlife.configuration import BACKENDS, backend_reasons
 from planlife.doctor import Diagnosis, Machine, diagnose
 from planlife.errors import BackendUnavailableError
@@ -82,7 +83,7 @@ def machine(
     environ: Mapping[str, str] | None = None,
     files: Mapping[str, str] | None = None,
     versions: Mapping[str, str] | None = None,
-    aiter: Path | None = None,
+    has_aiter: bool = False,
     device: Any = None,
     cpus: range = range(8),
 ) -> Machine:
@@ -103,7 +104,7 @@ def machine(
         environ=environ or {},
         version=version,
         requirements=lambda: REQUIREMENTS,
-        package_folder=lambda name: aiter if name == "aiter" else None,
+        has_module=lambda name: has_aiter and name == "aiter",
         import_torch=lambda: torch or Torch(),
         read_text=read_text,
         allowed_cpus=lambda: set(cpus),
@@ -264,46 +265,65 @@ def test_a_gpu_build_that_sees_no_gpu_is_wrong_only_where_a_driver_is_loaded() -
     assert len(hidden.wrong) == 1 and "leaves no device" in hidden.wrong[0]
 
 
-def aiter_folder(tmp_path: Path, planner: str | None = None, *, has_ops: bool = True) -> Path:
+def an_aiter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, planner: str | None = None, has_ops: bool) -> None:
+    """Put an `aiter` on the path, and let the process ask anew; importing its front is told."""
     folder = tmp_path / "aiter"
     (folder / "ops" / "flydsl").mkdir(parents=True) if has_ops else folder.mkdir()
-    (folder / "__init__.py").write_text("raise SystemExit('imported')")
+    (folder / "__init__.py").write_text("" if planner is not None else "raise SystemExit('imported')")
     if planner is not None:
+        for inner in ("ops", "ops/flydsl"):
+            (folder / inner / "__init__.py").write_text("")
         (folder / "ops" / "flydsl" / "pa_decode.py").write_text(planner)
-    return folder
-
-
-def test_pypis_aiter_is_told_from_rocms_without_importing_either(tmp_path: Path, monkeypatch: Any) -> None:
-    aiter_folder(tmp_path, has_ops=False)
     monkeypatch.syspath_prepend(str(tmp_path))
+    aiter_library.probe.cache_clear()
+
+
+@pytest.fixture
+def no_aiter_stays() -> Iterator[None]:
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "aiter"]:
+        del sys.modules[name]
+    aiter_library.probe.cache_clear()
+
+
+@pytest.mark.usefixtures("no_aiter_stays")
+def test_pypis_aiter_is_told_from_rocms_without_importing_either(tmp_path: Path, monkeypatch: Any) -> None:
+    an_aiter(tmp_path, monkeypatch, has_ops=False)
     versions = {**CPU_VERSIONS, "aiter": "0.13.20240203"}
-    here = Machine.here().package_folder
-    found = examine(replace(machine(Torch(mi300x(), hip="6.4"), versions=versions), package_folder=here))
-    assert software(found)["aiter"] == ("0.13.20240203", "PyPI's asyncio package, not ROCm's")
+    one = machine(Torch(mi300x(), hip="6.4"), versions=versions, has_aiter=True)
+    found = examine(one)
+    version, note = software(found)["aiter"]
+    assert version == "0.13.20240203" and "PyPI's asyncio package of that name, not ROCm's" in note
+    assert found.aiter is None
     (line,) = found.wrong
     assert "pip uninstall aiter" in line and str(tmp_path) in line
-    elsewhere = examine(replace(machine(versions=versions), package_folder=here))  # there nobody misses ROCm's
+    elsewhere = examine(machine(versions=versions, has_aiter=True))  # there nobody misses ROCm's
     assert software(elsewhere)["aiter"] == software(found)["aiter"] and elsewhere.wrong == ()
 
 
+@pytest.mark.usefixtures("no_aiter_stays")
 @pytest.mark.parametrize(
-    ("planner", "note"),
+    ("planner", "generation", "said"),
     [
-        ("def plan_pa_decode(context_lens):\n    ...\n", "ROCm's, with plan_pa_decode"),
-        (
-            "def flydsl_pa_decode():\n    plan_pa_decode()\n",
-            "ROCm's, but ops/flydsl/pa_decode.py has no plan_pa_decode",
-        ),
-        (None, "ROCm's, without ops/flydsl/pa_decode.py"),
+        ("def flydsl_pa_decode(): ...\n", "unknown", "has no plan_pa_decode, pa_decode, PADecodePlan"),
+        ("def plan_pa_decode(lengths): ...\ndef pa_decode(work_plan): ...\n", "G0", "has no PADecodePlan"),
+        ("raise OSError('no device')", None, "cannot be imported here (OSError: no device)"),
+        (None, None, "has no aiter.ops.flydsl.pa_decode, and so no plan_pa_decode"),
     ],
 )
-def test_rocms_aiter_is_told_by_whether_it_plans(planner: str | None, note: str, tmp_path: Path) -> None:
-    """R32: by the name of the missing function."""
+def test_an_aiter_that_does_not_plan_is_told_by_what_it_lacks_and_wrong_only_on_rocm(
+    planner: str | None, generation: str | None, said: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """R32: by the name of the missing function, in the row and in the verdict alike."""
+    an_aiter(tmp_path, monkeypatch, planner=planner, has_ops=True)
     versions = {**CPU_VERSIONS, "amd-aiter": "0.1.5"}
-    found = examine(machine(aiter=aiter_folder(tmp_path, planner), versions=versions))
-    version, told = software(found)["aiter"]
-    assert version == "0.1.5" and told.startswith(note)
-    assert found.wrong == ()
+    found = examine(machine(versions=versions, has_aiter=True))
+    version, note = software(found)["aiter"]
+    assert version == "0.1.5" and said in note and found.wrong == ()
+    assert f"planlife cannot use it: {'; '.join(verdicts(found)['aiter'])}" in note
+    assert (f"generation {generation}" in note) == (generation is not None) == (found.aiter is not None)
+    on_rocm = examine(machine(Torch(mi300x(), hip="6.4"), versions=versions, has_aiter=True))
+    assert [said in line for line in on_rocm.wrong] == [True]
 
 
 def test_a_missing_extra_comes_with_the_line_that_installs_it_where_it_has_a_use() -> None:
@@ -357,8 +377,7 @@ def test_a_planlife_that_is_only_on_the_path_is_a_note() -> None:
 
 
 @pytest.mark.parametrize(
-    "probe",
-    ["version", "requirements", "package_folder", "import_torch", "read_text", "allowed_cpus", "resolve_device"],
+    "probe", ["version", "requirements", "has_module", "import_torch", "read_text", "allowed_cpus", "resolve_device"]
 )
 def test_a_probe_that_raises_becomes_a_line(probe: str) -> None:
     def fail(*arguments: Any) -> Any:
@@ -438,6 +457,30 @@ def test_a_site_that_nobody_serves_is_refused_and_a_fallback_that_can_take_it_is
     assert "site wide: backend torch" in examine(machine(), one).refused[0]
     assert examine(machine(), one, fallback="torch").refused == ()
     assert "fallback torch" in examine(machine(), sites(packed=PACKED), fallback="torch").refused[0]
+
+
+@pytest.mark.parametrize("is_absent", [False, True])
+def test_what_each_choice_comes_to_is_what_a_manager_does(is_absent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a fallback that cannot take the site, with one that is not here at all, and without one."""
+    if is_absent:
+        monkeypatch.setattr(configuration, "_triton_absence", lambda: ("no triton",))
+    else:
+        monkeypatch.setattr(configuration, "_triton_absence", lambda: ())
+    cases = [(PACKED, None), (PACKED, "torch"), (TOO_MANY, "torch"), (DEFAULT_SITES.specs["default"], "triton")]
+    seen = set()
+    for spec, fallback in cases:
+        found = examine(machine(), sites(one=spec), fallback=fallback)
+        assert [choice.asked for choice in found.choices] == ["auto", *BACKENDS]
+        for choice in found.choices:
+            options: dict[str, Any] = {"backend": choice.asked, "fallback": fallback, "device": "cpu"}
+            try:
+                with PlanManager({"one": spec}, ladder=CapacityLadder([1, 4]), **options) as manager:
+                    outcome = (manager.report().backend, "")
+            except (BackendUnavailableError, ConfigError) as error:
+                outcome = (None, type(error).__name__)
+            assert (choice.takes, choice.error.partition(":")[0].removeprefix("raises ")) == outcome, choice
+            seen.add(outcome[1])
+    assert seen == {"", "BackendUnavailableError", "ConfigError"}
 
 
 @pytest.mark.parametrize("name", ["aiter"])

@@ -14,12 +14,25 @@ from .child_process import REPOSITORY, run_python
 #: Low to high: a module imports from its own layer and from those before it. "kernels" is the whole folder.
 LAYERS = (
     ("errors", "spec", "unserved", "device"),
-    ("planner", "ladder", "ledger", "store", "report", "events", "item", "aiter_library"),
+    ("planner", "ladder", "ledger", "store", "report", "events", "item", "aiter_library", "aiter_generation"),
     ("plan", "call_check", "graph_record", "sizing", "residency", "backends.base"),
     ("slot", "graph_book", "configuration", "merge", "hint"),
     ("manager",),
     ("emulated_graph", "torch_device", "kernels", "backends", "cuda_runtime", "cuda_device", "trace_file"),
-    ("trace", "testing", "demo", "bench", "bench_device", "sites", "estimate", "visibility", "doctor", "precision"),
+    (
+        "trace",
+        "testing",
+        "demo",
+        "bench",
+        "bench_aiter",
+        "bench_device",
+        "sites",
+        "estimate",
+        "visibility",
+        "diagnosis",
+        "doctor",
+        "precision",
+    ),
     ("step_log", "recorder", "sim"),
     ("options", "sim_commands", "commands", "cli", "__main__"),
 )

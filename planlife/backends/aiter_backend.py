@@ -6,11 +6,12 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
+from numbers import Real
 from typing import Any
 
 import torch
 
-from ..aiter_library import AiterLibrary, probe
+from ..aiter_library import PLAN_FIELDS, AiterLibrary, probe
 from ..configuration import DeviceMeant
 from ..errors import BackendUnavailableError, ConfigError, RouteError
 from ..planner import default_workgroup_budget, spec_capacity
@@ -18,13 +19,10 @@ from ..sizing import align
 from ..spec import DTYPE_BYTES, FP8_DTYPES, PlanSpec, check_int
 from .torch_backend import TorchPlan, count_differences, table_ends
 
-# What aiter's host code checks since ROCm/aiter#5809, for where it has no predicate to ask.
+# What aiter's host code checks since ROCm/aiter#5809. A library's own answer decides; these say why, with a way out.
 #: plan_pa_decode: sequences of one plan.
 MAX_PLAN_ROWS = 4096
-#: pa_decode: architectures with work plans; the newer one came with plan_pa_decode's max_batch_size (ROCm/ATOM#2710).
-ARCHITECTURES = ("gfx942", "gfx950")
-NEWER_ARCHITECTURE = "gfx1250"
-#: pa_decode: the only FP8 cache of each architecture.
+#: pa_decode: the architectures that any text of it serves, and the only FP8 cache of each.
 FP8_OF_ARCHITECTURE = {"gfx942": "float8_e4m3fnuz", "gfx950": "float8_e4m3fn", "gfx1250": "float8_e4m3fn"}
 #: pa_decode: tokens of a page.
 PAGE_SIZES = (16, 64, 128)
@@ -52,6 +50,8 @@ class _Call:
     """What calls of one row count, with one arena, have in common: aiter's checks want exact shapes.
 
     A row has at most max_partitions tasks and they are packed, so the tables of fewer rows are the fronts of all.
+
+    views: exp_sums, max_logits and temporary_output.
 
     Borrows: the arena, whose views go the moment it does, so that an eviction frees it.
     """
@@ -107,9 +107,14 @@ class AiterPlan(TorchPlan):
         "emptied",
         "key_word",
         "lens_and_emptied",
+        "max_columns",
+        "max_tokens",
+        "page_size",
         "plan",
         "plan_type",
         "q_dtype",
+        "query_length",
+        "sliding_window",
         "softmax_scales",
         "value_word",
     )
@@ -126,7 +131,10 @@ class AiterPlan(TorchPlan):
         super().__init__(spec, plan_rows, num_compute_units, buffer)
         self.plan_type = library.plan_type
         self.q_dtype = getattr(torch, spec.q_dtype)
-        self.compute_type = getattr(torch, spec.kv_dtype)
+        self.compute_type = getattr(torch, spec.kv_dtype)  # aiter's default is bfloat16, for every cache
+        self.query_length, self.sliding_window = spec.query_length, spec.sliding_window
+        self.max_tokens, self.page_size = spec.max_context_tokens, spec.page_size
+        self.max_columns = -(-spec.max_context_tokens // spec.page_size)
         self.softmax_scales = {scale: scale for scale in softmax_scales}
         _, lens_start, lens_end = table_ends(self.capacity, plan_rows)
         with torch.inference_mode(False):
@@ -148,6 +156,22 @@ class AiterPlan(TorchPlan):
             sliding_window=spec.sliding_window,
             query_length=spec.query_length,
         )
+
+
+def _check_scales(scales: Any) -> tuple[float, ...]:
+    """As Python's floats, which aiter's keys of compiled code hold. Raises ConfigError."""
+    if not isinstance(scales, Iterable):
+        raise ConfigError(f"softmax_scales must be a sequence of numbers, such as [0.0625], got {scales!r}.")
+    found = []
+    for scale in scales:
+        try:
+            number = float(scale) if isinstance(scale, Real) and not isinstance(scale, bool) else math.nan
+        except OverflowError:
+            number = math.inf
+        if not 0 < number < math.inf:
+            raise ConfigError(f"softmax_scales must be numbers on the host, finite and > 0, got {scale!r}.")
+        found.append(number)
+    return tuple(dict.fromkeys(found))
 
 
 class AiterBackend:
@@ -172,10 +196,7 @@ class AiterBackend:
         architecture_of: Callable[[Any], str] | None = None,
     ) -> None:
         self.max_plan_rows = check_int("max_plan_rows", max_plan_rows, at_least=1, at_most=MAX_PLAN_ROWS)
-        for scale in softmax_scales:
-            if type(scale) is not float or not (math.isfinite(scale) and scale > 0):
-                raise ConfigError(f"softmax_scales must be floats, finite and > 0, got {scale!r}.")
-        self._softmax_scales = tuple(softmax_scales)
+        self._softmax_scales = _check_scales(softmax_scales)
         if library is None:
             library, reasons = probe()
             if library is None:
@@ -191,36 +212,50 @@ class AiterBackend:
             way_out = "'torch'" if device.name == "cpu" else "'triton'"
             return [f"aiter's kernels are for AMD GPUs, and {device.name} is none; pass {way_out}"]
         reasons = _refuse_always(spec, device)
-        if self._library.can_use is None:
-            return [*reasons, *_refuse_limits(self._library, spec, architecture, torch.device(device.name))]
-        if reasons:
-            return reasons
-        return self._ask(spec, device, architecture)
+        refusal = None if reasons else self._ask(spec, device, architecture)
+        if refusal == "":
+            return ()
+        known = _explain(self._library, spec, architecture, torch.device(device.name))
+        return [*reasons, *known] if known or not refusal else [refusal]
 
-    def _ask(self, spec: PlanSpec, device: Any, architecture: str) -> Sequence[str]:
-        """aiter's own predicate, with a call of this site's shapes and one row; a no is explained as far as we can."""
+    def _ask(self, spec: PlanSpec, device: Any, architecture: str) -> str | None:
+        """What this aiter says against a call of this site with one row, as far as its host code decides; "": nothing.
+
+        Its predicate is asked where it has one, else pa_decode itself, with a plan at which its host checks end.
+        None: nobody could be asked, because the device has no room for the tensors of one call.
+        """
         can_use = self._library.can_use
-        assert can_use is not None
-        scale = _default_scale(spec)
-        try:
-            with device.relaxed():
+        name = "pa_decode" if can_use is None else "can_use_flydsl_pa_decode"
+        scale = self._scales_of(spec)[0]
+        says = ""
+        with device.relaxed():
+            try:
                 sample = _Sample(spec, 1, device.name)
                 tables, scratch = self._sample_tables(spec, 1, device)
-                call = _Call(tables, scratch, 1)
-                is_served = False
-                for value_cache in sample.value_caches:
-                    tensors = sample.call(1, value_cache)
-                    positionals, keywords = _arguments(tables, call, *tensors, scale, *sample.scales, None)
-                    is_served = is_served or bool(can_use(*positionals, **keywords))
-        except Exception as error:  # a backend that raises is no answer
-            return [f"aiter's can_use_flydsl_pa_decode failed ({type(error).__name__}: {error}); pass 'triton'"]
-        if is_served:
-            return ()
-        known = _refuse_limits(self._library, spec, architecture, torch.device(device.name))
-        return known or [
-            f"aiter's own can_use_flydsl_pa_decode refuses calls of this site on {architecture}, and does not say why; "
-            "pass 'triton'"
-        ]
+            except Exception:  # a backend that raises is no answer
+                return None
+            call = _Call(tables, scratch, 1)
+            if can_use is None:
+                call.plan = _ending_plan(self._library.plan_type, call.plan)
+            for value_cache in sample.value_caches:
+                output, query, key_cache, value_cache, block_tables = sample.call(1, value_cache)
+                try:
+                    is_served = _call(
+                        can_use or self._library.decode, tables, call, output, query, key_cache, value_cache,
+                        block_tables, block_tables.shape[1], scale, *sample.scales, None,
+                    )  # fmt: skip
+                except _EndOfHostChecks:
+                    return ""
+                except Exception as error:  # whatever a library raises is its answer
+                    says = f"{type(error).__name__}: {error}"
+                else:
+                    if is_served or can_use is None:
+                        return ""
+                    says = "without a reason"
+        return (
+            f"this aiter's {name} refuses calls of this site on {architecture} ({says}); upgrade aiter, or pass "
+            "'triton'"
+        )
 
     def refuse_step(self, spec: PlanSpec, context_lens: Any) -> Sequence[str]:
         return ()
@@ -250,8 +285,8 @@ class AiterBackend:
         capacity = spec_capacity(spec, plan_rows, num_compute_units)
         return _scratch_parts(spec, capacity, capacity)[-1][1]
 
-    def compile(self, spec: PlanSpec, plan_rows: int, device: Any) -> int:
-        """Runs planner and decode over empty rows, once for every row count that a call may have.
+    def compile(self, spec: PlanSpec, plan_rows: int, device: Any, least_rows: int = 1) -> int:
+        """Runs planner and decode over empty rows, once for every row count that a call of this class may have.
 
         What aiter compiles depends on rows and capacity by thresholds that are its own; no copy of them can be wrong.
         Besides: with sinks of either dtype and without, and with each form of V. Takes query, output and block tables
@@ -267,7 +302,7 @@ class AiterBackend:
             raise ConfigError(
                 "aiter's plan_pa_decode(plan=...) made another plan: the one it was given is not refreshed."
             )
-        for num_rows in range(1, plan_rows + 1):
+        for num_rows in range(least_rows, plan_rows + 1):
             capacity = min(tables.capacity, num_rows * tables.max_partitions)
             key = (device.name, spec, num_rows, capacity)
             if key not in self._compiled:
@@ -286,6 +321,10 @@ class AiterBackend:
                     num_run += 1
                 except ConfigError as error:
                     refusals.append(error)  # a form of V or sinks that this aiter does not take
+                except AssertionError as error:  # of what it compiles, which its host checks say nothing of
+                    raise ConfigError(
+                        f"aiter cannot compile a class of {num_rows} rows: {error or 'assert'}."
+                    ) from error
         if not num_run:
             raise refusals[0]
 
@@ -298,8 +337,10 @@ class AiterBackend:
         return self.make_tables(spec, plan_rows, num_cu, buffer), scratch
 
     def make_tables(self, spec: PlanSpec, plan_rows: int, num_compute_units: int, buffer: Any) -> AiterPlan:
-        scales = self._softmax_scales or (_default_scale(spec),)
-        return AiterPlan(self._library, spec, plan_rows, num_compute_units, buffer, scales)
+        return AiterPlan(self._library, spec, plan_rows, num_compute_units, buffer, self._scales_of(spec))
+
+    def _scales_of(self, spec: PlanSpec) -> tuple[float, ...]:
+        return self._softmax_scales or (1 / math.sqrt(spec.head_dim),)
 
     def refresh(self, tables: AiterPlan, context_lens: torch.Tensor | None, num_rows: int) -> None:
         # Always staged: alignment and batch are compile keys of the planner.
@@ -346,11 +387,12 @@ class AiterBackend:
         known_scale = tables.softmax_scales.get(softmax_scale)
         if known_scale is None:
             known_scale = _known_scale(tables, softmax_scale)
-        length = tables.spec.query_length
+        length = tables.query_length
         num_query_rows = query.shape[0]
         num_rows = num_query_rows // length
-        if block_tables.shape[0] != num_rows:
-            num_rows = min(num_rows, block_tables.shape[0])
+        num_table_rows, num_columns = block_tables.shape
+        if num_table_rows != num_rows:
+            num_rows = min(num_rows, num_table_rows)
             if not num_rows:  # a segment behind the last row that has tables
                 output.zero_()
                 return
@@ -358,30 +400,20 @@ class AiterBackend:
         call = tables.call
         if call is None or call.num_rows != num_rows or call.scratch() is not scratch:
             call = tables.call = _Call(tables, scratch, num_rows)
-        end = num_rows * length
         if not (query.is_contiguous() and output.is_contiguous()):
             _check_strides(query, output)
-        if key_scale is not None:
+        if key_scale is not None and not (type(key_scale) is type(value_scale) is torch.Tensor):
             key_scale, value_scale = _on_device(tables, key_scale, value_scale)
+        end = num_rows * length
         if end == num_query_rows:
             behind = None
         else:  # rows without a block table have no tasks
             behind, output, query = output[end:], output[:end], query[:end]
-        positionals, keywords = _arguments(
-            tables,
-            call,
-            output,
-            query,
-            key_cache,
-            value_cache,
-            block_tables,
-            known_scale,
-            key_scale,
-            value_scale,
-            sinks,
-        )
         try:
-            self._library.decode(*positionals, **keywords)
+            _call(
+                self._library.decode, tables, call, output, query, key_cache, value_cache, block_tables, num_columns,
+                known_scale, key_scale, value_scale, sinks,
+            )  # fmt: skip
         except (TypeError, ValueError, NotImplementedError) as error:  # its host checks, before anything is launched
             raise ConfigError(f"aiter's pa_decode refuses this call: {error}. Nothing was launched.") from error
         if behind is not None:
@@ -397,7 +429,8 @@ def _architecture_by_torch(device: Any) -> str:
     return architecture_of(device)  # looked up when it is asked
 
 
-def _arguments(
+def _call(
+    function: Callable[..., Any],
     tables: AiterPlan,
     call: _Call,
     output: torch.Tensor,
@@ -405,35 +438,44 @@ def _arguments(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     block_tables: torch.Tensor,
+    num_columns: int,
     softmax_scale: float,
     key_scale: torch.Tensor | None,
     value_scale: torch.Tensor | None,
     sinks: torch.Tensor | None,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """pa_decode's and its predicate's arguments."""
-    spec = tables.spec
+) -> Any:
+    """pa_decode, or its predicate. The keywords are spelled out: to pass them on as a dict costs a layer 0.8 us."""
     exp_sums, max_logits, temporary_output = call.views
-    positionals = (
-        output, query, key_cache, value_cache, call.staged_lens, block_tables, softmax_scale, spec.query_length,
-    )  # fmt: skip
-    keywords = {
-        "compute_type": tables.compute_type,
-        "key_scale": key_scale,
-        "value_scale": value_scale,
-        "exp_sums": exp_sums,
-        "max_logits": max_logits,
-        "temporary_output": temporary_output,
-        "sinks": sinks,
-        "sliding_window": spec.sliding_window,
-        "work_plan": call.plan,
+    return function(
+        output, query, key_cache, value_cache, call.staged_lens, block_tables, softmax_scale, tables.query_length,
+        compute_type=tables.compute_type,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        exp_sums=exp_sums,
+        max_logits=max_logits,
+        temporary_output=temporary_output,
+        sinks=sinks,
+        sliding_window=tables.sliding_window,
+        work_plan=call.plan,
         # A constant of the site: aiter chooses kernels by it, and refuses what the tables have no columns for.
-        "max_context_length": min(spec.max_context_tokens, block_tables.shape[1] * spec.page_size),
-    }
-    return positionals, keywords
+        max_context_length=(
+            tables.max_tokens if num_columns >= tables.max_columns else num_columns * tables.page_size
+        ),
+    )  # fmt: skip
 
 
-def _default_scale(spec: PlanSpec) -> float:
-    return 1 / math.sqrt(spec.head_dim)
+class _EndOfHostChecks(Exception):
+    """Everything that pa_decode checks of a site, it has checked."""
+
+
+def _ending_plan(plan_type: Any, plan: Any) -> Any:
+    """A plan like this one, which pa_decode validates last of all and before it compiles anything."""
+
+    def validate(*args: Any, **keywords: Any) -> None:
+        raise _EndOfHostChecks
+
+    fields = {name: getattr(plan, name) for name in PLAN_FIELDS}
+    return type(plan_type.__name__, (plan_type,), {"validate": validate})(**fields)
 
 
 def _known_scale(tables: AiterPlan, softmax_scale: float) -> float:
@@ -445,17 +487,22 @@ def _known_scale(tables: AiterPlan, softmax_scale: float) -> float:
     compiled_ones = ", ".join(map(str, dict.fromkeys(tables.softmax_scales.values())))
     raise ConfigError(
         f"softmax_scale is {softmax_scale}, and aiter's kernels have it compiled in: they were compiled for "
-        f"{compiled_ones}. Pass backend=AiterBackend(softmax_scales=[...]) with all that the model has."
+        f"{compiled_ones}. Pass backend=AiterBackend(softmax_scales=[...]), of planlife.backends.aiter_backend, with "
+        "all that the model has."
     )
 
 
 def _on_device(tables: AiterPlan, key_scale: Any, value_scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales as tensors. aiter would allocate for a number and copy it from the host, which no recording allows.
 
-    A number is written into the plan's own words by each call, in the order of its launches: layers may differ.
+    A number is written into the plan's own words by each call, in the order of its launches: layers may differ. What
+    the words hold is not remembered: a graph may write them unseen, and who sleeps and wakes a GPU loses them.
     """
     if not isinstance(key_scale, torch.Tensor):
-        key_scale = tables.key_word.fill_(float(key_scale))
+        word = tables.key_word.fill_(float(key_scale))
+        if not isinstance(value_scale, torch.Tensor) and value_scale == key_scale:
+            return word, word  # one launch is enough
+        key_scale = word
     if not isinstance(value_scale, torch.Tensor):
         value_scale = tables.value_word.fill_(float(value_scale))
     return key_scale, value_scale
@@ -472,7 +519,7 @@ def _check_strides(query: torch.Tensor, output: torch.Tensor) -> None:
 
 
 def _check_reducer(spec: PlanSpec, plan_rows: int) -> None:
-    most = _most_reducer_rows(spec)
+    most = most_reducer_rows(spec)
     if plan_rows > most:
         raise ConfigError(
             f"a class of {plan_rows} rows is too large for aiter's reducer: rows x (query rows per KV head x "
@@ -481,7 +528,8 @@ def _check_reducer(spec: PlanSpec, plan_rows: int) -> None:
         )
 
 
-def _most_reducer_rows(spec: PlanSpec) -> int:
+def most_reducer_rows(spec: PlanSpec) -> int:
+    """Rows of one table set that aiter's reducer can index (R47)."""
     return MAX_REDUCER_INDICES // (spec.query_rows_per_kv_head * spec.num_kv_heads) ** 2
 
 
@@ -493,7 +541,7 @@ def _refuse_always(spec: PlanSpec, device: Any) -> list[str]:
             f"max_partitions={spec.max_partitions} is above the {device.num_compute_units} compute units "
             f"of {device.name}; pass at most that, or None"
         )
-    if not _most_reducer_rows(spec):
+    if not most_reducer_rows(spec):
         reasons.append(
             f"aiter's reducer does not hold {spec.query_rows_per_kv_head} query rows per KV head on "
             f"{spec.num_kv_heads} KV heads: their product is above 2^15; split the heads over more ranks"
@@ -501,16 +549,11 @@ def _refuse_always(spec: PlanSpec, device: Any) -> list[str]:
     return reasons
 
 
-def _refuse_limits(library: AiterLibrary, spec: PlanSpec, architecture: str, device: torch.device) -> list[str]:
-    """Everything that aiter's host checks have against a site, each with its way out."""
+def _explain(library: AiterLibrary, spec: PlanSpec, architecture: str, device: torch.device) -> list[str]:
+    """What aiter's host checks have against a site, as far as we know them, each with its way out."""
     reasons = []
-    if architecture == NEWER_ARCHITECTURE and not library.takes_max_batch_size:
-        reasons.append(
-            f"this aiter is too old for {architecture}: its plan_pa_decode has no max_batch_size; upgrade aiter, or "
-            "pass 'triton'"
-        )
-    elif architecture not in (*ARCHITECTURES, NEWER_ARCHITECTURE):
-        served = ", ".join((*ARCHITECTURES, NEWER_ARCHITECTURE))
+    if architecture not in FP8_OF_ARCHITECTURE:
+        served = ", ".join(FP8_OF_ARCHITECTURE)
         reasons.append(f"aiter's work plans are for {served}, and this GPU is {architecture}; pass 'triton'")
     is_fp8 = spec.kv_dtype in FP8_DTYPES
     fp8 = FP8_OF_ARCHITECTURE.get(architecture)

@@ -56,8 +56,10 @@ class Backend(Protocol):
         """Bytes of the partial results of one decode call for `plan_rows` rows."""
         ...
 
-    def compile(self, spec: PlanSpec, plan_rows: int, device: Any) -> int:
+    def compile(self, spec: PlanSpec, plan_rows: int, device: Any, least_rows: int = 1) -> int:
         """Prepare everything that is specialised for this class; returns how many specialisations were made.
+
+        least_rows: the fewest rows that a call decodes by these tables: fewer ride a smaller class.
 
         Called inside `device.relaxed()`, so that it kills no capture of another thread.
         """

@@ -114,7 +114,7 @@ class TorchBackend:
     def scratch_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
         return partials_bytes(spec, plan_rows, num_compute_units)
 
-    def compile(self, spec: PlanSpec, plan_rows: int, device: Any) -> int:
+    def compile(self, spec: PlanSpec, plan_rows: int, device: Any, least_rows: int = 1) -> int:
         if device.name.startswith("cuda"):
             # The first matrix product on a device loads its library, which a recording stream refuses.
             one = torch.ones(1, 1, 1, device=device.name)

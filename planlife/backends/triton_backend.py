@@ -85,7 +85,7 @@ class TritonBackend:
     def scratch_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
         return partials_bytes(spec, plan_rows, num_compute_units)
 
-    def compile(self, spec: PlanSpec, plan_rows: int, device: Any) -> int:
+    def compile(self, spec: PlanSpec, plan_rows: int, device: Any, least_rows: int = 1) -> int:
         prepare_planners(device.name)
         compile_decode(spec, device.name)
         return 1  # per class, as on every backend: kernels know no row count, so most classes find all compiled

@@ -525,7 +525,7 @@ class FakeBackend:
         self._count("scratch_bytes")
         return _scratch_bytes(spec, plan_rows, num_compute_units)
 
-    def compile(self, spec: PlanSpec, plan_rows: int, device: Any) -> int:
+    def compile(self, spec: PlanSpec, plan_rows: int, device: Any, least_rows: int = 1) -> int:
         self._count("compile")
         if device.capture_id():
             raise AssertionError("compile while recording")

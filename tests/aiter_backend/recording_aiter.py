@@ -36,6 +36,11 @@ class PADecodePlan:
     def capacity(self) -> int:
         return int(self.work_info.shape[0])
 
+    def validate(self, batch_size: int, num_kv_heads: int, device: torch.device) -> None:
+        is_packed = batch_size <= self.capacity <= batch_size * self.max_partitions
+        if tuple(self.reduce_info.shape) != (batch_size, 2) or num_kv_heads != self.num_kv_heads or not is_packed:
+            raise ValueError("plan")
+
 
 class RecordingAiter:
     """Functions of the defining module, and what they were called with.
@@ -102,15 +107,15 @@ class RecordingAiter:
         max_context_length: int | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self"}
+        batch = context_lengths.shape[0]
+        work_plan.validate(batch, work_plan.num_kv_heads, query.device)
         self.decodes.append(given)
         if self.refusal is not None:
             raise self.refusal
         plan = work_plan
-        batch, heads = context_lengths.shape[0], plan.num_kv_heads
+        heads = plan.num_kv_heads
         if query.shape[0] != batch * query_length or output.shape != query.shape or block_tables.shape[0] != batch:
             raise ValueError("batch")
-        if tuple(plan.reduce_info.shape) != (batch, 2) or not batch <= plan.capacity <= batch * plan.max_partitions:
-            raise ValueError("plan")
         if compute_type != key_cache.dtype:
             raise NotImplementedError("compute_type")
         layout = "packed" if key_cache.dim() == 5 else "nhd"

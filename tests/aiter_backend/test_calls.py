@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -133,8 +136,13 @@ def test_the_bound_on_lengths_is_the_sites_and_not_the_steps(make_world, aiter):
     assert aiter.decodes[-1]["max_context_length"] == 32
 
 
-def test_warm_runs_every_row_count_of_every_class_so_that_no_call_is_the_first_of_its_kind(make_world, aiter):
-    world = make_world(FP8, rows=6, ladder=CapacityLadder([2, 6]))
+@pytest.mark.parametrize("max_plan_rows", [4096, 5])
+def test_warm_runs_every_row_count_that_a_class_can_have_so_that_no_call_is_the_first_of_its_kind(
+    make_world, aiter, max_plan_rows
+):
+    """Also those of segments, and of the rest of more rows than the ladder has."""
+    spec = replace(FP8, workgroup_budget=1)  # so that the capacity, and with it what is compiled, is each class's own
+    world = make_world(spec, rows=18, ladder=CapacityLadder([2, 7, 9]), max_plan_rows=max_plan_rows)
 
     def kind(call: dict[str, Any]) -> tuple[Any, ...]:
         sinks = call["sinks"]
@@ -150,11 +158,21 @@ def test_warm_runs_every_row_count_of_every_class_so_that_no_call_is_the_first_o
     warmed = {kind(call) for call in aiter.decodes}
     assert len(warmed) == len(aiter.decodes)  # and none twice
     aiter.decodes.clear()
-    for rows in range(1, 7):
+    found = set()
+    for rows in range(1, 19):
         plan = world.plan([30] * rows)
-        for sinks in (None, torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16)):
-            world.decode(plan, sinks=sinks)
-    assert len(aiter.decodes) == 18 and {kind(call) for call in aiter.decodes} <= warmed
+        for query_rows in range(rows, max(plan.class_rows, rows) + 1):
+            for sinks in (None, torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16)):
+                world.decode(plan, rows=query_rows, sinks=sinks)
+        found |= {kind(call) for call in aiter.decodes}
+        aiter.decodes.clear()
+    assert found <= warmed
+    counts = {(rows, capacity) for rows, capacity, *_ in found}
+    assert counts == {(rows, capacity) for rows, capacity, *_ in warmed}  # and none that no call can have
+    if max_plan_rows == 4096:  # only the top class has all counts
+        assert counts == {(rows, 2) for rows in (1, 2)} | {(rows, 7) for rows in range(3, 8)} | {
+            (rows, 9) for rows in range(1, 10)
+        }
 
 
 def test_a_softmax_scale_that_was_not_compiled_is_refused_and_one_that_float32_cannot_tell_is_passed_as_compiled(
@@ -198,8 +216,40 @@ def test_host_scales_reach_aiter_as_tensors_in_the_order_of_the_layers(make_worl
 
 def test_scales_that_are_tensors_are_passed_as_they_are(make_world, aiter):
     world = make_world(FP8)
-    world.decode(world.plan(LENS))
+    plan = world.plan(LENS)
+    world.decode(plan)
     assert aiter.decodes[-1]["key_scale"] is world.scales["key_scale"]
+    layer = {name: torch.nn.Parameter(scale, requires_grad=False) for name, scale in world.scales.items()}
+    world.assert_right(world.decode(plan, **layer))  # a subclass of torch.Tensor
+    assert all(aiter.decodes[-1][name] is scale for name, scale in layer.items())
+    mixed = {"key_scale": world.scales["key_scale"], "value_scale": 3}
+    world.assert_right(world.decode(plan, **mixed), **mixed)
+    assert aiter.decodes[-1]["key_scale"] is world.scales["key_scale"]
+    assert aiter.decodes[-1]["value_scale"].dtype is torch.float32
+
+
+def test_numbers_that_are_equal_are_written_once(make_world, aiter):
+    world = make_world(FP8)
+    plan = world.plan(LENS)
+    for key_scale, value_scale, num_words in ((1.5, 1.5, 1), (1.5, 2.5, 2), (2.5, 2.5, 1)):
+        world.assert_right(
+            world.decode(plan, key_scale=key_scale, value_scale=value_scale),
+            key_scale=key_scale,
+            value_scale=value_scale,
+        )
+        assert len({aiter.decodes[-1][name].data_ptr() for name in ("key_scale", "value_scale")}) == num_words
+
+
+@pytest.mark.parametrize(
+    "as_given", [float, np.float64, np.float32, type("Scale", (float,), {}), Fraction], ids=lambda kind: kind.__name__
+)
+def test_a_scale_of_any_kind_of_number_is_passed_as_the_float_that_was_compiled(make_world, aiter, as_given):
+    scale = 256**-0.5
+    world = make_world(softmax_scales=[as_given(scale), 1])
+    plan = world.plan(LENS)
+    for given, compiled in ((as_given(scale), scale), (1, 1.0), (np.float32(1), 1.0)):
+        world.decode(plan, softmax_scale=given)
+        assert (type(aiter.decodes[-1]["softmax_scale"]), aiter.decodes[-1]["softmax_scale"]) == (float, compiled)
 
 
 def test_aiters_own_refusal_of_a_call_is_told_and_nothing_else_is_caught(make_world, aiter):
@@ -336,3 +386,44 @@ def test_a_library_that_plans_into_another_object_is_refused_when_a_class_is_com
     library = aiter.library(plan_pa_decode=elsewhere)
     with pytest.raises(ConfigError, match="made another plan"):
         PackedWorld(BF16, AiterBackend(library=library, architecture_of=lambda device: "gfx942"))
+
+
+def test_what_is_made_in_inference_mode_serves_outside_of_it_and_the_other_way_round(make_world, aiter):
+    world = make_world(FP8)
+    for is_inference in (True, False, True):
+        with torch.inference_mode(is_inference):
+            plan = world.plan(LENS)
+            for rows in (3, 4):
+                output = world.decode(plan, rows=rows, key_scale=0.5, value_scale=3.0)
+                world.assert_right(output, key_scale=0.5, value_scale=3.0)
+
+
+def test_threads_that_decode_one_plan_with_different_row_counts_get_their_own_rows(make_world, aiter):
+    world = make_world(rows=8, ladder=CapacityLadder([8]))
+    lens = [290, 3, 40]
+    plan = world.plan(lens)
+    expected = world.expected(8)
+
+    def decode(rows: int) -> list[torch.Tensor]:
+        outputs = []
+        for _ in range(12):
+            output = torch.full_like(world.query[:rows], torch.nan)
+            world.manager.pa_decode(
+                plan, output, world.query[:rows], world.key_cache, world.value_cache, world.tables,
+                BF16.head_dim**-0.5,
+            )  # fmt: skip
+            outputs.append(output)
+        return outputs
+
+    with ThreadPoolExecutor(4) as threads:
+        found = dict(zip(range(3, 9), threads.map(decode, range(3, 9)), strict=True))
+    for rows, outputs in found.items():
+        for output in outputs:
+            torch.testing.assert_close(output, expected[:rows], rtol=2e-2, atol=2e-3)
+
+
+def test_what_aiter_cannot_compile_is_refused_when_a_class_is_minted(make_world, aiter):
+    """Its schedule asserts what its host checks say nothing of."""
+    aiter.refusal = AssertionError("LDS")
+    with pytest.raises(ConfigError, match=r"aiter cannot compile a class of 1 rows: LDS\."):
+        make_world()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -26,7 +25,6 @@ from planlife.testing.aiter_double import (
     aiter_double,
     device_side,
 )
-from planlife.testing.aiter_double.signatures import decode_signature, plan_signature
 from tests.aiter_backend.double_call import fp8_of, pa_decode, plan_of, scratch_of, valid_call
 
 VECTORS = json.loads((Path(__file__).parent.parent / "data" / "planner_vectors.json").read_text())
@@ -273,7 +271,7 @@ def test_a_plan_cannot_be_rebound_and_is_told_by_identity(double):
 
 def _strided(tensor: torch.Tensor) -> torch.Tensor:
     """Equal, with gaps in the last dimension."""
-    wide = torch.zeros(*tensor.shape[:-1], 2 * tensor.shape[-1], dtype=tensor.dtype)
+    wide = torch.zeros(*tensor.shape[:-1], 2 * tensor.shape[-1], dtype=tensor.dtype, device=tensor.device)
     wide[..., ::2] = tensor
     return wide[..., ::2]
 
@@ -332,7 +330,7 @@ DECODE_FAULTS: list[tuple[int, Spoil, type[Exception], str]] = [
     (13, lambda c: {"block_tables": c["block_tables"][:2]}, V, "block_tables.shape"),
     (14, lambda c: {"key_cache": c["key_cache"][:, :0]}, V, "at least one KV head"),
     (16, lambda c: {"compute_type": torch.bfloat16}, N, "compute_type"),
-    (16, lambda c: {"compute_type": torch.float8_e4m3fn}, N, "compute_type"),
+    (16, lambda c: {"compute_type": _other_fp8(c)}, N, "compute_type"),
     (17, lambda c: {"query": c["query"][..., :32], "output": c["output"][..., :32]}, N, "head_dim=32"),
     (17, lambda c: {"query": c["query"].repeat(1, 1, 3), "output": c["output"].repeat(1, 1, 3)}, N, "head_dim=192"),
     (18, lambda c: {"key_cache": c["key_cache"].view(-1, 1, 8, 16, 8)}, V, "key_cache must be"),
@@ -347,8 +345,8 @@ DECODE_FAULTS: list[tuple[int, Spoil, type[Exception], str]] = [
     (26, _cast("context_lengths", torch.int64), T, "context_lengths must be int32"),
     (27, _cast("query", torch.float32), T, "query must be f16 or bf16"),
     (29, _cast("output", torch.float16), T, "output dtype"),
-    (30, _cast("key_cache", torch.float8_e4m3fn), T, "key_cache must be"),
-    (30, _cast("value_cache", torch.float8_e4m3fn), T, "value_cache must be"),
+    (30, lambda c: {"key_cache": c["key_cache"].to(_other_fp8(c))}, T, "key_cache must be"),
+    (30, lambda c: {"value_cache": c["value_cache"].to(_other_fp8(c))}, T, "value_cache must be"),
     (31, _gap("query"), V, "query must have a contiguous"),
     (31, _gap("output"), V, "output must have a contiguous"),
     (32, lambda c: {"sinks": [0.0, 0.0]}, T, "sinks must be a torch.Tensor"),
@@ -396,6 +394,10 @@ DECODE_FAULTS: list[tuple[int, Spoil, type[Exception], str]] = [
 ]
 
 
+def _other_fp8(c: dict[str, Any]) -> torch.dtype:
+    return torch.float8_e4m3fn if c["compute_type"] == torch.float8_e4m3fnuz else torch.float8_e4m3fnuz
+
+
 def _with_kv_heads(c: dict[str, Any], heads: int) -> dict[str, Any]:
     return {name: torch.cat([c[name]] * heads, 1) for name in ("key_cache", "value_cache")}
 
@@ -433,7 +435,7 @@ def test_of_several_faults_decode_names_the_first(double):
         earlier = first(call)
         for _, second, _, _ in DECODE_FAULTS[at + 1 :]:
             later = second(call)
-            if earlier.keys() & later.keys() or _is_another_call(earlier) or _is_another_call(later):
+            if earlier.keys() & later.keys() or is_another_call(earlier) or is_another_call(later):
                 continue
             with pytest.raises(error, match=message):
                 pa_decode(**{**call, **later, **earlier})
@@ -441,7 +443,7 @@ def test_of_several_faults_decode_names_the_first(double):
     assert checked > 1500
 
 
-def _is_another_call(change: dict[str, Any]) -> bool:
+def is_another_call(change: dict[str, Any]) -> bool:
     """Whether shapes of other arguments follow from this change."""
     return len(change) > 1 or bool(change.keys() & {"query_length", "query", "key_cache"})
 
@@ -577,6 +579,17 @@ def test_every_generation_decodes(generation):
         pa_decode(**call)
         assert_right(call)
         assert double.violations == []
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx1250"])
+def test_softmax_scale_may_be_left_out(arch):
+    with aiter_double(arch=arch, num_cu=8) as double:
+        call = valid_call(double)
+        pa_decode(**call | {"softmax_scale": None})
+        assert_right(call)
+        pa_decode(**call)
+        # It stands for head_dim ** -0.5, which gfx1250's cache knows and the others' does not.
+        assert tiles(double) == (1 if arch == "gfx1250" else 2)
 
 
 def test_scales_may_be_left_out_or_numbers_outside_a_capture(double):
@@ -950,6 +963,36 @@ def test_the_reducer_is_compiled_per_partitions_sinks_and_compactness():
         assert reducers() == 4
 
 
+@pytest.mark.parametrize(
+    ("dimension", "stride", "is_another"),
+    [(0, 7, True), (0, 2**31, True), (0, 2**31 - 2, False), (1, 8, True), (0, 6, False)],
+)
+def test_the_reducer_is_compiled_for_the_strides_of_scratch_even_where_a_size_is_1(dimension, stride, is_another):
+    with aiter_double(num_cu=256) as double:
+        call = valid_call(double, (17,), head_dim=128, max_partitions=1)
+        pa_decode(**call)
+        partials = call["temporary_output"]
+        strides = list(partials.stride())
+        assert partials.shape[dimension] == 1
+        assert strides[dimension] != stride
+        strides[dimension] = stride
+        before = double.compiles
+        call["temporary_output"] = partials.as_strided(partials.shape, strides)
+        assert call["temporary_output"].is_contiguous()
+        pa_decode(**call)
+        assert double.compiles == before + is_another
+
+
+def test_the_reducer_is_compiled_for_scratch_that_starts_on_four_bytes():
+    with aiter_double(num_cu=256) as double:
+        call = valid_call(double, (17,), head_dim=128, max_partitions=64)
+        shape, num_items = call["temporary_output"].shape, call["temporary_output"].numel()
+        buffer = torch.zeros(num_items + 4, dtype=torch.bfloat16)
+        for offset, expected in ((0, 1), (2, 1), (4, 1), (1, 2), (3, 2)):
+            pa_decode(**call | {"temporary_output": buffer[offset : offset + num_items].view(shape)})
+            assert sum(key[0] == "reduce" for key in double.compiled) == expected, offset
+
+
 # Generations
 
 
@@ -1162,27 +1205,6 @@ def test_a_newer_library_has_parameters_that_nobody_knows_and_takes_calls_withou
 def test_a_setting_that_is_none_is_refused(setting):
     with pytest.raises(ValueError, match=next(iter(setting))):
         AiterDouble(**setting)
-
-
-# The library itself
-
-
-def test_signatures_are_those_of_an_installed_aiter():
-    try:
-        module = importlib.import_module(MODULE)
-    except ImportError as error:
-        pytest.skip(f"no aiter with a FlyDSL decode here: {error}")
-    name = generation_of(module)
-    assert name in GENERATIONS, f"the installed aiter has {name}"
-    functions = {"plan_pa_decode": plan_signature, "pa_decode": decode_signature}
-    has_max_batch = "max_batch_size" in inspect.signature(module.plan_pa_decode).parameters
-    for function, signature in functions.items():
-        options = {"with_max_batch_size": has_max_batch} if function == "plan_pa_decode" else {}
-        ours = signature(GENERATIONS[name], **options).parameters.values()
-        theirs = inspect.signature(getattr(module, function)).parameters.values()
-        assert [(p.name, p.kind, p.default) for p in theirs] == [(p.name, p.kind, p.default) for p in ours]
-    fields = [field.name for field in dataclasses.fields(module.PADecodePlan)]
-    assert fields == [field.name for field in dataclasses.fields(AiterDouble(generation=name).plan_class)]
 
 
 def test_the_launches_go_through_the_seam_of_emulated_graphs(double):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from planlife.testing.aiter_double.compile_keys import TileShape, tile_key
+from planlife.testing.aiter_double.compile_keys import TileShape, plan_key, reduce_key, tile_key
+
+VECTORS = json.loads((Path(__file__).parent.parent / "data" / "aiter_schedule_vectors.json").read_text())
 
 #: gfx950, four queries of a group of 16, per-token FP8 with transposed V: every tuned flag of dense decode.
 TUNED = TileShape(
@@ -91,3 +95,48 @@ BATCH_FIRST = {"window": 4096, "rows": 4, "capacity": 72, "max_partitions": 18, 
 )
 def test_the_grid_is_batch_first_for_exact_windowed_plans(changed, expected):
     assert flags(**{**BATCH_FIRST, **changed})["batch_first"] is expected
+
+
+def shape_of(case: dict[str, object]) -> TileShape:
+    return TileShape(**dict(zip(VECTORS["shape_fields"], case["shape"], strict=True)))
+
+
+@pytest.mark.parametrize("case", VECTORS["tile"], ids=lambda case: str(case["shape"]))
+def test_a_tile_is_keyed_as_the_library_keys_it(case):
+    if case["key"] == "NotImplementedError":
+        with pytest.raises(NotImplementedError, match="LDS"):
+            tile_key(shape_of(case))
+    else:
+        assert list(tile_key(shape_of(case))) == case["key"]
+
+
+@pytest.mark.parametrize("case", VECTORS["reduce"], ids=lambda case: str(case["shape"]))
+def test_a_reducer_is_keyed_as_the_library_keys_it(case):
+    given = (case["output_dtype"], case["sink_dtype"], case["pointer"], tuple(case["strides"]))
+    assert list(reduce_key(shape_of(case), *given)) == case["key"]
+
+
+PLAN = {"rows": 4, "capacity": 8, "max_partitions": 3, "window": 256, "query_length": 2, "pointers": (16, 32, 48)}
+
+
+@pytest.mark.parametrize("planner", ["triton", "flydsl"])
+@pytest.mark.parametrize("change", [{name: PLAN[name] + 1} for name in PLAN if name != "pointers"], ids=str)
+def test_every_number_of_a_windowed_plan_makes_another_planner(planner, change):
+    assert plan_key(planner, **PLAN)[0] == "plan"
+    assert plan_key(planner, **PLAN | change) != plan_key(planner, **PLAN)
+
+
+@pytest.mark.parametrize("planner", ["triton", "flydsl"])
+def test_planners_are_shared_where_their_numbers_mean_the_same(planner):
+    dense = PLAN | {"window": 0}
+    assert plan_key(planner, **dense | {"query_length": 9}) == plan_key(planner, **dense)
+    assert plan_key(planner, **PLAN | {"window": 1}) != plan_key(planner, **dense | {"query_length": 2})
+    widest = PLAN | {"window": 2**31 - 1}
+    assert plan_key(planner, **widest | {"window": 2**40}) == plan_key(planner, **widest)
+    assert plan_key(planner, **widest | {"window": 2**31 - 2}) != plan_key(planner, **widest)
+    assert plan_key(planner, **PLAN | {"pointers": (64, 0, 16)}) == plan_key(planner, **PLAN)
+    for at in range(3):
+        pointers = tuple(8 if at == one else 16 for one in range(3))
+        assert (plan_key(planner, **PLAN | {"pointers": pointers}) == plan_key(planner, **PLAN)) == (
+            planner == "flydsl"
+        )

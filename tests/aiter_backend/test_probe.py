@@ -51,7 +51,6 @@ def test_a_library_with_mandatory_plans_is_taken():
     assert reasons_of() == ()
     library = RecordingAiter().library()
     assert (library.can_use, library.workgroup_budget, library.nhd_max_query_length) == (None, None, None)
-    assert not library.takes_max_batch_size
 
 
 def test_an_aiter_that_is_not_there_is_told_with_where_it_comes_from(nothing_imported, monkeypatch):
@@ -169,7 +168,6 @@ def test_newer_functions_are_used_where_they_can_be_called_as_announced():
     planner = with_parameter(fake.plan_pa_decode, "max_batch_size", default=None)
     library = fake.library(**announced, plan_pa_decode=planner)
     assert (library.can_use, library.workgroup_budget, library.nhd_max_query_length) == tuple(announced.values())
-    assert library.takes_max_batch_size
     other = fake.library(**dict.fromkeys(names, lambda shape: True))
     assert (other.can_use, other.workgroup_budget, other.nhd_max_query_length) == (None, None, None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from planlife import BackendUnavailableError, CapacityLadder, ConfigError, PlanM
 from planlife.backends import aiter_backend
 from planlife.backends.aiter_backend import AiterBackend, architecture_of
 from planlife.configuration import DeviceMeant
+from planlife.testing.aiter_machine import aiter_machine
 from planlife.testing.fakes import FakeDevice
 from planlife.torch_device import CpuDevice
 from tests.aiter_backend.packed_world import PackedWorld
@@ -28,13 +30,7 @@ def newer_planner(
 ): ...  # fmt: skip
 
 
-def nhd_of_gfx950(device, *, kv_dtype, head_dim, block_size, query_group_size):
-    """As announced: FP8, head_dim 256, pages of 64, query_length x group <= 32."""
-    is_served = kv_dtype is torch.float8_e4m3fn and (head_dim, block_size) == (256, 64)
-    return 32 // query_group_size if is_served else 0
-
-
-NEWER = {"plan_pa_decode": newer_planner, "pa_decode_nhd_max_query_length": nhd_of_gfx950}
+NEWER = ("pa_decode_nhd_max_query_length",)
 
 
 def backend_on(architecture: str, **changes: Any) -> AiterBackend:
@@ -42,7 +38,14 @@ def backend_on(architecture: str, **changes: Any) -> AiterBackend:
     return AiterBackend(library=library, architecture_of=lambda device: architecture)
 
 
-def refuse(spec: PlanSpec, architecture: str = "gfx942", **changes: Any) -> list[str]:
+def refuse(spec: PlanSpec, architecture: str = "gfx942", **settings: Any) -> list[str]:
+    """By the double of a library, of G2 unless `settings` say otherwise."""
+    with aiter_machine(architecture, **{"generation": "G2", **settings}):
+        return list(AiterBackend().refuse_spec(spec, CpuDevice()))
+
+
+def refuse_by(architecture: str = "gfx942", /, spec: PlanSpec = BF16, **changes: Any) -> list[str]:
+    """By a library that checks nothing but has these functions."""
     return list(backend_on(architecture, **changes).refuse_spec(spec, CpuDevice()))
 
 
@@ -54,25 +57,24 @@ MINIMAX = PlanSpec(8, 1, 128, 128, max_context_tokens=200_000, kv_dtype="float8_
                    kv_layout="packed")  # fmt: skip
 QWEN = replace(MINIMAX, query_length=6, scales="per_token", page_size=16)
 CONSUMERS = [
-    ("vLLM, packed", replace(VLLM, kv_layout="packed"), "gfx950", {}, ""),
+    ("vLLM, packed", replace(VLLM, kv_layout="packed"), "gfx950", (), ""),
     ("vLLM, nhd, newer library", VLLM, "gfx950", NEWER, ""),
-    ("vLLM, nhd", VLLM, "gfx950", {}, "reads no kv_layout='nhd' (it has no pa_decode_nhd_max_query_length)"),
+    ("vLLM, nhd", VLLM, "gfx950", (), "reads no kv_layout='nhd' (it has no pa_decode_nhd_max_query_length)"),
     ("vLLM, nhd, MTP", replace(VLLM, query_length=3), "gfx950", NEWER, "for query_length up to 2, not 3"),
-    ("vLLM, pages of 192", replace(VLLM, kv_layout="packed", page_size=192), "gfx950", {}, "not of 192"),
-    ("vLLM, e4m3fn on MI300X", replace(VLLM, kv_layout="packed"), "gfx942", {}, "FP8 cache of gfx942 is"),
-    ("SGLang, bf16", replace(BF16, page_size=64), "gfx942", {}, ""),
-    ("MiniMax-M3, dense", MINIMAX, "gfx950", {}, ""),
-    ("MiniMax-M3, sparse", replace(MINIMAX, max_partitions=8), "gfx950", {}, ""),
-    ("Qwen3.5, MTP-5", QWEN, "gfx950", {}, ""),
-    ("Qwen3.5, MTP-5, gfx1250", QWEN, "gfx1250", NEWER, ""),
-    ("Qwen3.5, gfx1250, old library", QWEN, "gfx1250", {}, "gfx1250: its plan_pa_decode has no max_batch_size"),
+    ("vLLM, pages of 192", replace(VLLM, kv_layout="packed", page_size=192), "gfx950", (), "not of 192"),
+    ("vLLM, e4m3fn on MI300X", replace(VLLM, kv_layout="packed"), "gfx942", (), "FP8 cache of gfx942 is"),
+    ("SGLang, bf16", replace(BF16, page_size=64), "gfx942", (), ""),
+    ("MiniMax-M3, dense", MINIMAX, "gfx950", (), ""),
+    ("MiniMax-M3, sparse", replace(MINIMAX, max_partitions=8), "gfx950", (), ""),
+    ("Qwen3.5, MTP-5", QWEN, "gfx950", (), ""),
+    ("Qwen3.5, MTP-5, gfx1250", QWEN, "gfx1250", (), ""),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("spec", "architecture", "changes", "said"), [case[1:] for case in CONSUMERS],
+@pytest.mark.parametrize(("spec", "architecture", "optional", "said"), [case[1:] for case in CONSUMERS],
                          ids=[case[0] for case in CONSUMERS])  # fmt: skip
-def test_real_consumers_sites_are_served_or_refused_with_the_reason(spec, architecture, changes, said):
-    reasons = refuse(spec, architecture, **changes)
+def test_real_consumers_sites_are_served_or_refused_with_the_reason(spec, architecture, optional, said):
+    reasons = refuse(spec, architecture, optional=optional)
     assert len(reasons) == bool(said) and said in "".join(reasons)
 
 
@@ -125,7 +127,9 @@ def test_what_is_just_inside_the_limits_is_served(spec):
 )
 def test_a_device_that_aiter_has_no_kernels_for_is_told_with_what_serves_it(architecture, device, said):
     """R31."""
-    (reason,) = backend_on(architecture).refuse_spec(BF16, device)
+    with aiter_machine(architecture):
+        backend = AiterBackend(architecture_of=lambda device: architecture)
+        (reason,) = backend.refuse_spec(BF16, device)
     assert said in reason
 
 
@@ -166,17 +170,19 @@ def asking(answer: Any) -> tuple[Any, list[dict[str, Any]]]:
 def test_where_aiter_has_a_predicate_it_decides_and_limits_only_explain():
     """R28."""
     yes, asked = asking(True)
-    assert refuse(replace(BF16, page_size=32), can_use_flydsl_pa_decode=yes) == []
+    wide = replace(BF16, page_size=32)
+    assert refuse_by(spec=wide, can_use_flydsl_pa_decode=yes) == []
     assert len(asked) == 1 and asked[0]["key_cache"].shape == (1, 1, 16, 32, 8)
     no, _ = asking(False)
-    assert "refuses calls of this site on gfx942, and does not say why" in refuse(BF16, can_use_flydsl_pa_decode=no)[0]
-    assert "not of 32" in refuse(replace(BF16, page_size=32), can_use_flydsl_pa_decode=no)[0]
+    said = "this aiter's can_use_flydsl_pa_decode refuses calls of this site on gfx942 (without a reason)"
+    assert said in refuse_by(can_use_flydsl_pa_decode=no)[0]
+    assert "not of 32" in refuse_by(spec=wide, can_use_flydsl_pa_decode=no)[0]
 
 
 @pytest.mark.parametrize("num_axes", [4, 5])
 def test_the_predicate_is_asked_with_a_whole_call_and_either_form_of_v_is_enough(num_axes):
     only_one, asked = asking(lambda call: call["value_cache"].dim() == num_axes)
-    assert refuse(replace(FNUZ, query_length=6), can_use_flydsl_pa_decode=only_one) == []
+    assert refuse_by(spec=replace(FNUZ, query_length=6), can_use_flydsl_pa_decode=only_one) == []
     call = asked[0]
     assert call["compute_type"] is torch.float8_e4m3fnuz and call["query"].shape == (6, 8, 128)
     assert call["work_plan"].reduce_info.shape == (1, 2) and call["exp_sums"].shape == (1, 256, 48)
@@ -185,14 +191,57 @@ def test_the_predicate_is_asked_with_a_whole_call_and_either_form_of_v_is_enough
 
 def test_what_no_call_tells_the_predicate_is_refused_beside_it():
     yes, asked = asking(True)
-    assert "above the 256 compute units" in refuse(replace(BF16, max_partitions=257), can_use_flydsl_pa_decode=yes)[0]
+    (reason,) = refuse_by(spec=replace(BF16, max_partitions=257), can_use_flydsl_pa_decode=yes)
+    assert "above the 256 compute units" in reason
     assert asked == []
 
 
 def test_a_predicate_that_raises_is_a_reason_and_not_an_exception():
     fails, _ = asking(lambda call: 1 // 0)
-    (reason,) = refuse(BF16, can_use_flydsl_pa_decode=fails)
-    assert "can_use_flydsl_pa_decode failed (ZeroDivisionError" in reason
+    (reason,) = refuse_by(can_use_flydsl_pa_decode=fails)
+    assert "can_use_flydsl_pa_decode refuses calls of this site on gfx942 (ZeroDivisionError: " in reason
+
+
+def test_a_library_without_a_predicate_is_asked_by_its_own_host_checks_which_launch_and_compile_nothing():
+    for generation in ("G2", "G3"):
+        with aiter_machine("gfx942", generation=generation) as double:
+            assert list(AiterBackend().refuse_spec(FNUZ, CpuDevice())) == []
+            assert list(AiterBackend().refuse_spec(replace(FNUZ, page_size=32), CpuDevice()))
+            assert (double.decodes, double.compiles, double.plans_made) == (0, 0, 0)
+
+
+def test_what_one_text_serves_and_another_does_not_is_told_by_the_library_and_auto_goes_on():
+    """Texts of one generation differ in their architectures and caches, and no signature says so."""
+    (reason,) = refuse(BF16, native_bf16=False)
+    assert "this aiter's pa_decode refuses calls of this site on gfx942 (ValueError: key_cache must be" in reason
+    (reason,) = refuse(BF16, "gfx1250")
+    assert "on gfx1250 (ValueError: key_cache must be" in reason
+    assert refuse(FN, "gfx1250") == []  # positive control
+    with (
+        aiter_machine("gfx942", native_bf16=False),
+        PlanManager(BF16, ladder=CapacityLadder([2]), device="cpu") as manager,
+    ):
+        assert manager.report().backend == "torch"
+        with pytest.raises(ConfigError, match="key_cache must be"):
+            PlanManager(BF16, ladder=CapacityLadder([2]), device="cpu", backend="aiter")
+
+
+def test_an_architecture_that_a_library_does_not_serve_is_told_in_its_own_words():
+    def of_two(*arguments, **keywords):
+        raise NotImplementedError("pa_decode only supports gfx942 and gfx950, got gfx1250")
+
+    of_two.__signature__ = inspect.signature(RecordingAiter().pa_decode)
+    (reason,) = refuse_by("gfx1250", spec=FN, pa_decode=of_two)
+    assert "refuses calls of this site on gfx1250 (NotImplementedError: pa_decode only supports gfx942" in reason
+    assert "upgrade aiter, or pass 'triton'" in reason
+
+
+def test_where_nobody_can_be_asked_the_known_limits_decide():
+    """A device without room for one call, or one that is only meant."""
+    gpu = FakeDevice("cuda:0", 304)
+    assert list(backend_on("gfx942").refuse_spec(BF16, gpu)) == []
+    (reason,) = backend_on("gfx942").refuse_spec(replace(BF16, page_size=32), gpu)
+    assert "not of 32" in reason
 
 
 def test_the_predicate_is_not_asked_in_steps():
@@ -222,16 +271,17 @@ def test_an_impossible_site_is_refused_at_start_up_unless_something_else_takes_i
 ):
     """R30-R32: platform x opt-in x fallback."""
     options = {"ladder": CapacityLadder([2]), "device": "cpu", "enabled": enabled, "fallback": fallback}
-    options["backend"] = backend_on(architecture)
     spec = replace(BF16, page_size=32)
-    if outcome == "refused":
-        with pytest.raises(ConfigError, match="(?s)backend aiter cannot serve.*not of 32; choose.*pass fallback="):
-            PlanManager(spec, **options)
-        return
-    with PlanManager(spec, **options) as manager:
-        plan = manager.plan_for(Step(torch.ones(2, dtype=torch.int32)))
-        assert plan.route == "fallback"
-        assert ("not of 32" in plan.reason) == enabled
+    with aiter_machine(architecture, generation="G2"):
+        options["backend"] = AiterBackend()
+        if outcome == "refused":
+            with pytest.raises(ConfigError, match="(?s)backend aiter cannot serve.*not of 32; choose.*pass fallback="):
+                PlanManager(spec, **options)
+            return
+        with PlanManager(spec, **options) as manager:
+            plan = manager.plan_for(Step(torch.ones(2, dtype=torch.int32)))
+            assert plan.route == "fallback"
+            assert ("not of 32" in plan.reason) == enabled
 
 
 def test_auto_takes_aiter_before_triton_and_only_where_it_serves_every_site(monkeypatch):
@@ -254,7 +304,15 @@ def test_a_backend_over_an_aiter_that_is_not_there_is_not_made(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_plan_rows": 0}, {"max_plan_rows": 4097}, {"softmax_scales": [0.0]}, {"softmax_scales": ["1"]}]
+    "options",
+    [
+        {"max_plan_rows": 0},
+        {"max_plan_rows": 4097},
+        *({"softmax_scales": [scale]} for scale in (0.0, -1, "1", True, float("nan"), 10**400, torch.ones(()))),
+        {"softmax_scales": 0.0625},
+        {"softmax_scales": "0.0625"},
+    ],
+    ids=str,
 )
 def test_options_that_aiter_cannot_have_are_refused(options):
     with pytest.raises(ConfigError):

@@ -364,3 +364,31 @@ def test_an_fp8_cache_needs_both_scales_of_its_kind():
     for wrong in (None, 1.0, FakeTensor((10, 2, 16), "float16"), FakeTensor((10, 2, 16), "float32", "cpu")):
         with pytest.raises(ConfigError, match="value_scale"):
             check(per_token, good_call(**PACKED, **{**scales, "value_scale": wrong}))
+
+
+def test_scales_that_passed_are_remembered_with_their_cache_and_only_while_they_live():
+    checker = checker_of(make_spec(scales="per_token", **FP8))
+
+    def scales(pages: int = 10) -> dict[str, FakeTensor]:
+        return {name: FakeTensor((pages, 2, 16), "float32") for name in ("key_scale", "value_scale")}
+
+    first = scales()
+    for given in (first, first, scales(), first):
+        check(checker, good_call(**PACKED, **given))
+    for name in first:
+        with pytest.raises(ConfigError, match=f"{name}'s shape"):
+            check(checker, good_call(**PACKED, **{**first, name: FakeTensor((9, 2, 16), "float32")}))
+        with pytest.raises(ConfigError, match=f"{name}'s dtype"):
+            check(checker, good_call(**PACKED, **{**first, name: FakeTensor((10, 2, 16), "float64")}))
+    other = {"key_cache": fp8(9, 2, 4, 16, 16), "value_cache": fp8(9, 2, 1, 64, 16)}
+    with pytest.raises(ConfigError, match="key_scale's shape"):  # right for the other cache
+        check(checker, good_call(**other, **first))
+    check(checker, good_call(**other, **scales(9)))
+    for name in ("key_scale", "value_scale"):  # what died gives None back
+        given = scales()
+        check(checker, good_call(**PACKED, **given))
+        alive = weakref.ref(given.pop(name))
+        gc.collect()
+        assert alive() is None
+        with pytest.raises(ConfigError, match=f"{name} is None"):
+            check(checker, good_call(**PACKED, **{**given, name: None}))

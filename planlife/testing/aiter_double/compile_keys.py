@@ -1,7 +1,9 @@
 """What aiter compiles per what: the keys of its planner, its decode tile and its reducer.
 
 The rules are the library's, not a wrapper's: a wrapper is right when none of these is new after its warm-up.
-Source: the schedule selection and the caches of ROCm/aiter's aiter/ops/flydsl/kernels.
+Source: the schedule selection and the caches of ROCm/aiter's aiter/ops/flydsl/kernels, as they are with mandatory plans
+(G2, G3). Of native BF16 caches the schedule was not found: their tiles are keyed by what is known of it. Earlier
+generations made more tiles, one per dtype of sinks for a start.
 """
 
 from __future__ import annotations
@@ -51,11 +53,8 @@ def plan_key(
     pointers: tuple[int, ...],
 ) -> tuple[Any, ...]:
     """pointers: of lengths, work_info and reduce_info; Triton makes another kernel for one that 16 does not divide."""
-    key = (rows, capacity, max_partitions, planned_window(window), query_length if window > 0 else 1)
-    if planner == "flydsl":
-        return ("plan", *key)
-    blocks = (1 << (rows - 1).bit_length(), 1 << (max_partitions - 1).bit_length())
-    return ("plan", *key, *blocks, *(pointer % 16 == 0 for pointer in pointers))
+    key = ("plan", rows, capacity, max_partitions, planned_window(window), query_length if window > 0 else 1)
+    return key if planner == "flydsl" else (*key, *(pointer % 16 == 0 for pointer in pointers))
 
 
 def window_tiles(window: int, query_length: int) -> int:
@@ -74,13 +73,8 @@ def tile_key(shape: TileShape) -> tuple[Any, ...]:
     is_tuned_scalar = is_tuned_shape and s.is_transposed_v and not s.per_token
 
     workgroups = s.capacity * s.num_kv_heads
-    is_single_tile = False
-    tiles = 0
-    if s.window:
-        tiles = window_tiles(s.window, s.query_length)
-        is_single_tile = s.max_partitions >= tiles and s.capacity >= s.rows * tiles
-    else:
-        tiles = -(-s.context_bound // TILE_TOKENS)
+    tiles = window_tiles(s.window, s.query_length) if s.window else -(-s.context_bound // TILE_TOKENS)
+    is_single_tile = s.window > 0 and s.max_partitions >= tiles and s.capacity >= s.rows * tiles
     workgroups = min(workgroups, s.rows * s.num_kv_heads * tiles)
 
     splits = 1
@@ -98,11 +92,13 @@ def tile_key(shape: TileShape) -> tuple[Any, ...]:
     ):
         splits = 2
 
-    cta_rows = s.query_length // splits * s.group
-    is_wide_mfma = is_tuned_per_token and s.query_length in (3, 4) and s.group == 16
     is_wide_cache = s.cache_bytes >= _INT32_SPAN
-    uses_buffer_kv = s.cache_bytes < 2 * _INT32_SPAN and is_wide_mfma and -(-cta_rows // 16) == 4
-    uses_buffer_kv = uses_buffer_kv and is_wide_cache and s.page == 128
+    uses_buffer_kv = (
+        is_wide_cache
+        and s.cache_bytes < 2 * _INT32_SPAN
+        and is_tuned_per_token
+        and (s.query_length, splits, s.group, s.page) == (4, 1, 16, 128)
+    )
     prefetches_v = (is_tuned_per_token and s.query_length == splits and 8 <= s.group <= 16) or (
         is_tuned_scalar and s.page == 128 and s.query_length * s.group <= 16
     )
@@ -117,18 +113,15 @@ def tile_key(shape: TileShape) -> tuple[Any, ...]:
             or (is_single_tile and workgroups <= 2 * s.num_cu)
         )
     )
+    # Where a windowed call splits four queries there is one KV head, and the grid is at most twice the compute units.
     is_batch_first = (
-        is_tuned_per_token
-        and is_single_tile
+        is_single_tile
         and s.query_length == splits == 4
-        and s.num_kv_heads == 1
-        and s.group == 16
         and s.page == 128
         and 4096 <= s.window <= 8192
         and 4 <= s.rows <= 24
         and s.max_partitions <= 64
         and s.capacity == s.rows * tiles
-        and workgroups <= 2 * s.num_cu
         and not (s.rows > 8 and s.rows % 8 in (2, 4, 6) and tiles % 2 == 0)
     )
     return (
