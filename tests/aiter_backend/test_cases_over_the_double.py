@@ -114,7 +114,6 @@ def refusal_by_the_double(case: DecodeCase) -> str:
     return ""
 
 
-
 #: Beside AXES: what is just inside and just outside of a limit.
 MORE = {
     "page_size": (32,),
@@ -136,6 +135,7 @@ BASES = (
 def neighbours():
     """One option changed."""
     from planlife.testing.decode_table import AXES, can_meet
+
     for base in BASES:
         yield base
         for name, values in AXES.items():
@@ -145,8 +145,11 @@ def neighbours():
                 if name != "lens" and can_meet(frozenset(options.items())):
                     yield case
 
+
 NEIGHBOURS = list(dict.fromkeys(neighbours()))
 print(len(NEIGHBOURS))
+
+
 def differences(backend: AiterBackend) -> list[str]:
     """Calls that one of wrapper and double refuses and the other does not."""
     device = resolve_device("cpu")
