@@ -776,6 +776,20 @@ def test_v_must_be_finite_to_the_end_of_a_rows_last_page(double, options):
         pa_decode(**call)
 
 
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_every_nan_of_an_fp8_tail_is_found_and_no_number(arch):
+    with aiter_double(arch=arch, num_cu=8, on_violation="record") as double:
+        call = valid_call(double, (17,))
+        last = call["value_cache"][int(call["block_tables"][0, 1]), 0, 0, 0].view(torch.uint8)
+        stands_for = torch.arange(256, dtype=torch.uint8).view(fp8_of(double)).float()
+        assert stands_for.isnan().any()
+        for byte in range(256):
+            last[5] = byte
+            pa_decode(**call)
+            assert bool(double.violations) == bool(stands_for[byte].isnan()), byte
+            double.violations.clear()
+
+
 def test_tails_may_be_poisoned_where_that_is_said():
     with aiter_double(num_cu=8, finite_tails=False) as double:
         call = valid_call(double, (300, 17), kv="bf16")
