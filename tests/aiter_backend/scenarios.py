@@ -18,7 +18,7 @@ from ..lifecycle.test_refresh_and_marks import *  # noqa: F403
 from ..lifecycle.test_segments import *  # noqa: F403
 from ..lifecycle.test_threads_while_capturing import *  # noqa: F403
 from ..lifecycle.test_values import *  # noqa: F403
-from ..lifecycle.test_values import tests_of_other_windows
+from ..lifecycle.test_values import names_of_other_windows
 
 _OTHER_LAYOUTS = [
     *(f"test_six_query_tokens_of_group_eight_with_scales_per_token_are_served[{layout}]" for layout in ("nhd", "hnd")),
@@ -67,7 +67,7 @@ NOT_HERE = {
 }
 
 #: What one generation runs for all, to spare the others minutes.
-OTHER_WINDOWS = dict.fromkeys(tests_of_other_windows(), "a few windows are enough beside another generation's")
+OTHER_WINDOWS = dict.fromkeys(names_of_other_windows(), "a few windows are enough beside another generation's")
 
 #: What holds on a GPU only.
 NOT_ON_A_CPU = {"test_a_replay_calls_no_python_of_planlife_or_of_the_model": "the double's kernels are Python there"}

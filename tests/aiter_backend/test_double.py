@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,11 +26,13 @@ from planlife.testing.aiter_double import (
     aiter_double,
     device_side,
 )
+from planlife.testing.aiter_double.host_checks import check_decode
 from tests.aiter_backend.double_call import fp8_of, pa_decode, plan_of, scratch_of, valid_call
 
 VECTORS = json.loads((Path(__file__).parent.parent / "data" / "planner_vectors.json").read_text())
 MODULE = "aiter.ops.flydsl.pa_decode"
 INT32 = torch.int32
+ALL_DECODE_ARGUMENTS = dict.fromkeys(("query_scale", "alibi_slopes", "sinks")) | {"context_partition_size": 256}
 BOUND = 2**-8 + 3e-6  # rounding of a bfloat16 output
 
 
@@ -493,6 +496,33 @@ def test_texts_without_bf16_caches_look_at_the_architecture_after_the_shapes(set
             pa_decode(**call | {"compute_type": torch.bfloat16})
 
 
+def test_texts_without_bf16_caches_refuse_bf16_in_whatever_shape():
+    with aiter_double(arch="gfx950", num_cu=8, native_bf16=False) as double:
+        call = valid_call(double, scales="per_tensor")
+        bf16 = {name: call[name].to(torch.bfloat16) for name in ("key_cache", "value_cache")}
+        with pytest.raises(NotImplementedError, match="compute_type"):
+            pa_decode(**call | bf16 | {"compute_type": torch.bfloat16})
+        with pytest.raises(TypeError, match="key_cache must be"):
+            pa_decode(**call | bf16)
+
+
+def test_gfx1250_came_with_mandatory_plans():
+    with aiter_double(arch="gfx1250", num_cu=8, generation="G1d") as double:
+        with pytest.raises(NotImplementedError, match="does not support gfx1250"):
+            pa_decode(**valid_call(double))
+
+
+def test_the_larger_cache_decides_about_wide_addresses():
+    with aiter_double(num_cu=8, device_type="meta") as double:
+        for num_pages, is_wide in ((2**21, True), (2**21 - 1, False)):  # of 1024 bytes
+            call = valid_call(double, (17,), device="meta")
+            for name, pages in (("key_cache", num_pages), ("value_cache", 1)):
+                shape = (pages, *call[name].shape[1:])
+                call[name] = torch.empty(shape, dtype=call[name].dtype, device="meta")
+            checked = check_decode(double.library, SimpleNamespace(**ALL_DECODE_ARGUMENTS | call), double.plan_class)
+            assert (checked.shape.cache_bytes >= 2**31) is is_wide
+
+
 def test_gfx1250_refuses_a_query_that_its_lds_does_not_hold():
     with aiter_double(arch="gfx1250", num_cu=8) as double:
         wide = {"head_dim": 1024, "page": 64, "lens": (300,), "group": 16}
@@ -744,6 +774,20 @@ def test_v_must_be_finite_to_the_end_of_a_rows_last_page(double, options):
     values[where] = float("nan")
     with pytest.raises(DoubleViolation, match="not finite"):
         pa_decode(**call)
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_every_nan_of_an_fp8_tail_is_found_and_no_number(arch):
+    with aiter_double(arch=arch, num_cu=8, on_violation="record") as double:
+        call = valid_call(double, (17,))
+        last = call["value_cache"][int(call["block_tables"][0, 1]), 0, 0, 0].view(torch.uint8)
+        stands_for = torch.arange(256, dtype=torch.uint8).view(fp8_of(double)).float()
+        assert stands_for.isnan().any()
+        for byte in range(256):
+            last[5] = byte
+            pa_decode(**call)
+            assert bool(double.violations) == bool(stands_for[byte].isnan()), byte
+            double.violations.clear()
 
 
 def test_tails_may_be_poisoned_where_that_is_said():
@@ -1078,7 +1122,17 @@ def test_a_plan_of_another_installation_is_no_plan(double):
         ("G1b", {"ps": False}, "ps=False"),
         ("G1b", {"ps": 1}, "ps must be a bool"),
         ("G1c", {"max_context_partition_num": 3}, "must match work_plan.max_partitions"),
+        ("G1d", {"max_context_partition_num": 3}, "must match work_plan.max_partitions"),
         ("G1c", {"work_plan": object()}, "must be a PADecodePlan"),
+        # Only one text looks at the plan before everything else.
+        *(
+            (generation, {"work_plan": object(), "query": None}, "query must be")
+            for generation in ("G1a", "G1c", "G1d")
+        ),
+        ("G1b", {"work_plan": object(), "query": None}, "must be a PADecodePlan"),
+        ("G1c", {"max_context_partition_num": 3, "query": None}, "query must be"),
+        ("G1d", {"max_context_partition_num": 3, "query": None}, "query must be"),
+        ("G1b", {"max_context_partition_num": 3, "query": None}, "must match work_plan.max_partitions"),
         ("G1c", {"work_plan": None, "sliding_window": 5}, "requires work_plan"),
         ("G1c", {"work_plan": None, "max_context_partition_num": 257}, "in .1, 256."),
     ],
@@ -1154,14 +1208,25 @@ def test_nhd_caches_are_taken_where_the_library_says_so():
         call = valid_call(double, query_length=2, **shape)
         pa_decode(**call)
         assert_right(call)
+        pages = torch.stack((call["key_cache"].view(torch.uint8), call["value_cache"].view(torch.uint8)), 1)
+        for at, name in enumerate(("key_cache", "value_cache")):  # one allocation for both
+            call[name] = pages[:, at].view(call[name].dtype)
+            assert not call[name].is_contiguous()
+        pa_decode(**call)
+        assert_right(call)
+        pa_decode(**valid_call(double))  # packed caches as ever
         with pytest.raises(ValueError, match="must match"):
             pa_decode(**call | {"value_cache": call["value_cache"][..., :128]})
-        with pytest.raises(NotImplementedError, match="NHD"):
-            pa_decode(**valid_call(double, query_length=4, **shape))
+        for other in ({"query_length": 4}, {"query_length": 2, "kv": "bf16"}, {"query_length": 2, "sliding_window": 5}):
+            with pytest.raises(NotImplementedError, match="NHD"):
+                pa_decode(**valid_call(double, **shape | other))
         with pytest.raises(ValueError, match="finite and positive"):
             pa_decode(**call | {"softmax_scale": float("inf")})
         with pytest.raises(ValueError, match="finite and positive"):
             pa_decode(**call | {"key_scale": 0.0, "value_scale": 1.0})
+    with aiter_double(arch="gfx1250", num_cu=8, optional=optional) as double:
+        with pytest.raises(NotImplementedError, match="NHD"):
+            pa_decode(**valid_call(double, query_length=2, **shape))
     with aiter_double(arch="gfx950", num_cu=8) as double:
         with pytest.raises(ValueError, match="key_cache must have rank"):
             pa_decode(**valid_call(double, query_length=2, **shape))

@@ -4,10 +4,12 @@ and what cannot hold there, refused or seen by the double.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from planlife import ConfigError, RouteError
+from planlife import CapacityLadder, ConfigError, RouteError
 from planlife.backends.aiter_backend import AiterBackend
 
 from ..lifecycle import test_cache_kinds, test_values
@@ -23,10 +25,7 @@ NOT_HERE = {
     for one in ("gfx950-G2", "gfx1250-newer")
 }
 
-SCALES = [
-    (layout, scales)
-    for layout, scales in (("packed", "per_tensor"), ("packed", "per_token"), ("packed, plain V", "per_tensor"))
-]
+SCALES = [("packed", "per_tensor"), ("packed", "per_token"), ("packed, plain V", "per_tensor")]
 
 
 @pytest.fixture(scope="module", params=[("gfx942", "G3"), ("gfx950", "G2"), ("gfx1250", "newer")], ids="-".join)
@@ -57,6 +56,19 @@ def test_more_rows_than_a_backend_plans_at_once_are_served_in_segments(
     test_values.test_more_rows_than_a_backend_plans_at_once_are_served_in_segments(4097)
     assert {fault.partition(":")[0] for fault in watched.faults()} == {"compiled outside of a mint"}
     watched.start()
+
+
+def test_each_row_count_of_a_class_was_run_when_it_was_minted(watched: Watched) -> None:
+    """A call of one row in a class of two has more slots per row than its reducer packs."""
+    kind = replace(World.kind, head_dim=128)
+    world = World(kind=kind, sites={"default": kind.spec(workgroup_budget=128)}, ladder=CapacityLadder([2]), warm=True)
+    for rows in (1, 2):
+        world.set_lens([300, 17][:rows])
+        world.eager(world.step(rows), query=world.query[:rows], output=world.output[:rows])
+        world.assert_right(world.output[:rows], world.expected(world.query[:rows], world.lens[:rows]))
+    assert not watched.faults()
+    reducers = {key for key in watched.double.compiled if key[0] == "reduce" and 128 in key}
+    assert {key[-1] for key in reducers} == {True, False}  # control: the row counts do have kernels of their own
 
 
 def test_log_sum_exps_are_refused_before_anything_is_launched(watched: Watched) -> None:

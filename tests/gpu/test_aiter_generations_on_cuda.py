@@ -15,18 +15,17 @@ from ..lifecycle.test_dummies import *  # noqa: F403
 from ..lifecycle.test_segments import *  # noqa: F403
 from .aiter_on_cuda import REFRESH_DELAY_CYCLES
 
-NOT_HERE = scenarios.NOT_HERE
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        Machine("gfx950", "G2", kind_of("gfx950", "bfloat16")),
-        Machine("gfx942", "G2", kind_of("gfx942")),
-        Machine("gfx1250", "newer", kind_of("gfx1250")),
-    ],
-    ids=str,
+MACHINES = (
+    Machine("gfx950", "G2", kind_of("gfx950", "bfloat16")),
+    Machine("gfx942", "G2", kind_of("gfx942")),
+    Machine("gfx1250", "newer", kind_of("gfx1250")),
 )
+NOT_HERE = {
+    name.replace("[", f"[{machine}-"): reason for name, reason in scenarios.NOT_HERE.items() for machine in MACHINES
+}
+
+
+@pytest.fixture(scope="module", params=MACHINES, ids=str)
 def machine(request: pytest.FixtureRequest) -> Machine:
     return request.param
 

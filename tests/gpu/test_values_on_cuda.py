@@ -12,7 +12,7 @@ from ..lifecycle.test_decode_cases import *  # noqa: F403
 from ..lifecycle.test_decode_cases import CASES
 from ..lifecycle.test_lse_and_merge import *  # noqa: F403
 from ..lifecycle.test_values import *  # noqa: F403
-from ..lifecycle.test_values import BF16_LAYOUTS, FEW_WINDOWS, make_spec, tests_of_other_windows
+from ..lifecycle.test_values import BF16_LAYOUTS, FEW_WINDOWS, make_spec, names_of_other_windows
 from ..lifecycle.world import small_spec
 
 _OF_THE_TABLE = "about the table of cases, not about a decode"
@@ -26,7 +26,7 @@ NOT_HERE = {
     "test_what_no_row_owns_is_poisoned": _OF_THE_TABLE,
     "test_the_reference_reads_every_fp8_byte_as_its_format_says": _OF_THE_TABLE,
     "test_a_decode_that_writes_beside_its_output_is_found": "patches the torch backend on the CPU",
-    **dict.fromkeys(tests_of_other_windows(), _WINDOWS),
+    **dict.fromkeys(names_of_other_windows(), _WINDOWS),
 }
 
 

@@ -160,7 +160,7 @@ def test_a_window_of_any_width_equals_the_reference_and_skips_the_tiles_left_of_
     assert (native.work_info.tolist() == dense[0]) == (window == 5000)  # control: a window does leave tiles out
 
 
-def tests_of_other_windows() -> list[str]:
+def names_of_other_windows() -> list[str]:
     """Those that a suite with FEW_WINDOWS leaves out."""
     name = test_a_window_of_any_width_equals_the_reference_and_skips_the_tiles_left_of_it.__name__
     pairs = itertools.product(WINDOWS, QUERY_LENGTHS)

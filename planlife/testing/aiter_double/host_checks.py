@@ -151,8 +151,10 @@ def check_decode(lib: Library, call: SimpleNamespace, plan_class: type) -> Check
         ok = isinstance(given, int) and not isinstance(given, bool) and 0 <= given <= table_tokens
         require(ok, ValueError, f"max_context_length must be a host int in [0, {table_tokens}], got {given!r}")
         context_bound = -(-given // page) * page
+    if not lib.requires_plan:
+        require(isinstance(c.work_plan, plan_class), TypeError, "work_plan must be a PADecodePlan")
     c.work_plan.validate(rows, num_kv_heads, device)
-    if lib.generation in ("G0", "G1a", "G1c"):
+    if not lib.requires_plan and c.max_context_partition_num is not None:
         _check_partition_number(c)
     if lib.generation != "G0":
         require(c.work_plan.sliding_window == window, ValueError, "sliding_window must match work_plan.sliding_window")
@@ -217,9 +219,10 @@ def _check_plan_early(lib: Library, c: SimpleNamespace, window: int, plan_class:
         ok = isinstance(partitions, int) and 1 <= partitions <= FIRST_PARTITION_LIMIT
         require(ok, ValueError, "max_context_partition_num is required without work_plan, in [1, 256]")
         raise NotImplementedError("the double has no static path: pass work_plan")
-    require(isinstance(c.work_plan, plan_class), TypeError, "work_plan must be a PADecodePlan")
-    if lib.generation in ("G1b", "G1d") and partitions is not None:
-        _check_partition_number(c)
+    if lib.generation == "G1b":
+        require(isinstance(c.work_plan, plan_class), TypeError, "work_plan must be a PADecodePlan")
+        if partitions is not None:
+            _check_partition_number(c)
 
 
 def _check_partition_number(c: SimpleNamespace) -> None:
