@@ -73,7 +73,7 @@ def planlife() -> None:
     type=click.Choice(["auto", "torch", "triton", "aiter"]),
     default="auto",
     show_default=True,
-    help="Who plans and decodes; auto is torch on a CPU, and on a GPU aiter or triton. aiter reads --layout packed.",
+    help="Who plans and decodes; auto is torch on a CPU, and on a GPU aiter or triton.",
 )
 @click.option(
     "--double",
@@ -147,7 +147,9 @@ def planlife() -> None:
     "--scales", type=click.Choice(["per_tensor", "per_token"]), help="Of an fp8 cache; per_tensor unless given."
 )
 @click.option(
-    "--layout", type=click.Choice(["nhd", "hnd", "packed"]), default="nhd", show_default=True, help="Of the KV cache."
+    "--layout",
+    type=click.Choice(["nhd", "hnd", "packed"]),
+    help="Of the KV cache; unless given, nhd, and packed with --backend aiter.",
 )
 @click.option(
     "--mtp",
@@ -187,7 +189,10 @@ def demo(ctx: click.Context, /, **options: Any) -> None:
     """
     from .demo import DemoConfig, run_demo
 
-    config = DemoConfig(**{name: value for name, value in options.items() if value is not None})
+    given = {name: value for name, value in options.items() if value is not None}
+    if given["backend"] == "aiter":
+        given.setdefault("layout", "packed")
+    config = DemoConfig(**given)
     if config.backend == "triton" and config.device == "cpu":
         click.echo(
             "planlife: on a CPU, Triton's kernels run in its interpreter, if at all: half a minute to start, then a "

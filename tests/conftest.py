@@ -20,6 +20,18 @@ if not (any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that a module takes from elsewhere and names in its NOT_HERE, with the reason, are not collected."""
+    without = [item for item in items if {item.name, getattr(item, "originalname", "")} & {*_not_here(item)}]
+    if without:
+        config.hook.pytest_deselected(items=without)
+        items[:] = [item for item in items if item not in without]
+
+
+def _not_here(item: pytest.Item) -> dict[str, str]:
+    return getattr(getattr(item, "module", None), "NOT_HERE", {})
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cheap_collections() -> Iterator[None]:
     """What was imported stays: freezing it makes the leak checks' collections walk the test's own objects only."""

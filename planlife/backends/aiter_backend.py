@@ -160,7 +160,7 @@ class AiterPlan(TorchPlan):
 
 def _check_scales(scales: Any) -> tuple[float, ...]:
     """As Python's floats, which aiter's keys of compiled code hold. Raises ConfigError."""
-    if isinstance(scales, (str, bytes)) or not isinstance(scales, Iterable):
+    if not isinstance(scales, Iterable):
         raise ConfigError(f"softmax_scales must be a sequence of numbers, such as [0.0625], got {scales!r}.")
     found = []
     for scale in scales:

@@ -60,6 +60,7 @@ class Backend(Protocol):
         """Prepare everything that is specialised for this class; returns how many specialisations were made.
 
         least_rows: the fewest rows that a call decodes by these tables: fewer ride a smaller class.
+
         Called inside `device.relaxed()`, so that it kills no capture of another thread.
         """
         ...

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 from planlife import PlanSpec
 from planlife.testing import LAYOUTS
 
@@ -14,12 +12,11 @@ from ..lifecycle.test_decode_cases import *  # noqa: F403
 from ..lifecycle.test_decode_cases import CASES
 from ..lifecycle.test_lse_and_merge import *  # noqa: F403
 from ..lifecycle.test_values import *  # noqa: F403
-from ..lifecycle.test_values import BF16_LAYOUTS, make_spec
+from ..lifecycle.test_values import BF16_LAYOUTS, FEW_WINDOWS, make_spec, names_of_other_windows
 from ..lifecycle.world import small_spec
 
 _OF_THE_TABLE = "about the table of cases, not about a decode"
 _WINDOWS = "each width and length is compiled anew: a few here, all of them on a CPU"
-_WINDOWS_HERE = {(1, 1), (257, 2), (256, 3), (255, 6), (5000, 6)}
 
 NOT_HERE = {
     "test_a_pair_is_missing_only_where_the_library_refuses_every_call_that_has_it": _OF_THE_TABLE,
@@ -29,11 +26,7 @@ NOT_HERE = {
     "test_what_no_row_owns_is_poisoned": _OF_THE_TABLE,
     "test_the_reference_reads_every_fp8_byte_as_its_format_says": _OF_THE_TABLE,
     "test_a_decode_that_writes_beside_its_output_is_found": "patches the torch backend on the CPU",
-    **{
-        f"test_a_window_of_any_width_equals_the_reference_and_skips_the_tiles_left_of_it[{window}-{length}]": _WINDOWS
-        for window, length in itertools.product((1, 255, 256, 257, 5000), range(1, 7))
-        if (window, length) not in _WINDOWS_HERE
-    },
+    **dict.fromkeys(names_of_other_windows(), _WINDOWS),
 }
 
 
@@ -47,6 +40,6 @@ def specs_ahead() -> list[PlanSpec]:
         *(
             make_spec(layout, sliding_window=window, query_length=length)
             for layout in BF16_LAYOUTS
-            for window, length in _WINDOWS_HERE
+            for window, length in FEW_WINDOWS
         ),
     ]

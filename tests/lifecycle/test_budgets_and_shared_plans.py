@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from planlife import CapacityLadder, PlanManager, PlanSpec, StalePlanError, Step
+from planlife import CapacityLadder, PlanManager, StalePlanError, Step
 from planlife.planner import plan_tables
 
-from .world import BEFORE_REPLAY, PAGE, Owner, World, both_styles, new_device, small_spec
+from .world import BEFORE_REPLAY, PAGE, Owner, World, both_styles, limited_backend, new_device, small_spec
 
 LENS = [640, 257, 0, 1, 256, 30, 511, 400]
 
@@ -25,7 +25,7 @@ def test_sites_of_one_manager_each_get_the_integers_of_their_own_setting() -> No
         "both": {"max_partitions": 1, "workgroup_budget": 60},
         "windowed": {"sliding_window": 300, "max_partitions": 2, "query_length": 2},
     }
-    sites = {site: replace(small_spec(workgroup_budget=None), **setting) for site, setting in settings.items()}
+    sites = {site: small_spec(**{"workgroup_budget": None, **setting}) for site, setting in settings.items()}
     world = World(sites=sites)
     with PlanManager(sites, ladder=CapacityLadder([8]), device=new_device(16), backend=world.backend) as manager:
         with manager.capture_phase():
@@ -35,29 +35,36 @@ def test_sites_of_one_manager_each_get_the_integers_of_their_own_setting() -> No
         for site, setting in settings.items():
             plan = manager.plan_for(world.step(site=site))
             found = [plan.native.work_info.tolist(), plan.native.reduce_info.tolist()]
-            assert found == list(plan_tables(LENS, num_kv_heads=2, num_cu=16, **setting))
+            default = limited_backend(None).default_workgroup_budget(sites[site], new_device(16))
+            wanted = plan_tables(LENS, num_kv_heads=2, num_cu=16, **{"workgroup_budget": default, **setting})
+            assert found == list(wanted)
             seen.append(found)
         assert all(one != other for index, one in enumerate(seen) for other in seen[:index])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_outputs_of_one_and_of_two_tasks_per_compute_unit_agree(dtype: str) -> None:
+@pytest.mark.parametrize("dtypes", [{"q_dtype": "float32", "kv_dtype": "float32"}, {}], ids=["float32", "of the world"])
+def test_outputs_of_one_and_of_two_tasks_per_compute_unit_agree(dtypes: dict[str, str]) -> None:
     """R44: the same call, split otherwise."""
     num_cu, device = 32, new_device(32)
-    spec = PlanSpec(8, 2, 32, PAGE, max_context_tokens=4096, q_dtype=dtype, kv_dtype=dtype)
+    spec = small_spec(num_q_heads=8, max_context_tokens=4096, **dtypes)
+    kind = replace(World.kind, kv_dtype=spec.kv_dtype)
     sites = {"one": replace(spec, workgroup_budget=num_cu), "two": replace(spec, workgroup_budget=2 * num_cu)}
     generator = torch.Generator().manual_seed(44)
-    caches = torch.randn(2, 1024, PAGE, 2, 32, generator=generator).to(device.name, getattr(torch, dtype))
+    numbers = torch.randn(2, 1024, PAGE, 2, spec.head_dim, generator=generator)
+    caches = [cache.to(device.name) for cache in kind.caches(*numbers)]
+    scales = kind.make_scales(spec, generator, device.name)
     tables = torch.randperm(1024, generator=generator, dtype=torch.int32).view(4, 256).to(device.name)
     lens = torch.tensor([4096, 1, 257, 3000], dtype=torch.int32, device=device.name)
-    query = torch.randn(4, 8, 32, generator=generator).to(caches)
+    query = torch.randn(4, 8, spec.head_dim, generator=generator).to(device.name, getattr(torch, spec.q_dtype))
     with PlanManager(sites, ladder=CapacityLadder([4]), device=device, backend=World.backend) as manager:
         with manager.capture_phase():
             manager.warm()
         plans = {site: manager.plan_for(Step(lens, owner=1, site=site)) for site in sites}
         assert plans["one"].native.work_info.shape[0] * 2 == plans["two"].native.work_info.shape[0]
         one, two = (
-            manager.pa_decode(plan, torch.empty_like(query), query, *caches, tables, 32**-0.5).double()
+            manager.pa_decode(
+                plan, torch.empty_like(query), query, *caches, tables, spec.head_dim**-0.5, **scales
+            ).double()
             for plan in plans.values()
         )
     assert (one - two).abs().max() <= 8e-4
@@ -71,7 +78,7 @@ class DraftedWorld(World):
         target = small_spec(query_length=3)
         draft = replace(small_spec(), num_q_heads=2, plan_of="target", lane=lane)
         super().__init__(sites={"target": target, "draft": draft}, warm=True, **options)
-        shape = {site: (8 * spec.query_length, spec.num_q_heads, 16) for site, spec in self.sites.items()}
+        shape = {site: (8 * spec.query_length, spec.num_q_heads, spec.head_dim) for site, spec in self.sites.items()}
         self.queries = {
             site: torch.randn(shape[site], generator=self.generator).to(self.device, torch.bfloat16)
             for site in self.sites

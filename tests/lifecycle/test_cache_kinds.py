@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from planlife import CapacityLadder, ConfigError, StepPlan
-from planlife.backends.torch_backend import TorchBackend
-from planlife.testing import LAYOUTS, lay_out, reference_decode
+from planlife.testing import LAYOUTS, reference_decode
 
-from .world import PAGE, World, both_styles, small_spec
+from .world import World, both_styles, fallback_name, limited_backend
 
 FP8 = ("float8_e4m3fn", "float8_e4m3fnuz")
 KINDS = [
@@ -26,25 +26,12 @@ KINDS = [
 
 
 class KindWorld(World):
-    """A World whose caches are of any kind, with scales and sinks in persistent device buffers.
-
-    The page that nobody owns has NaN scales.
-    """
+    """A World whose caches are of any kind, with sinks in a persistent device buffer."""
 
     def __init__(self, layout: str, kv_dtype: str, scales: str, **options: Any) -> None:
-        spec = small_spec(kv_layout=LAYOUTS[layout][0], kv_dtype=kv_dtype, scales=scales)
-        super().__init__(sites={"default": spec}, **options)
-        dtype = getattr(torch, kv_dtype)
-        self.nhd = self.key_cache.to(dtype), self.value_cache.to(dtype)
-        self.key_cache, self.value_cache = lay_out(*self.nhd, layout)
-        self.sinks = torch.randn(spec.num_q_heads, generator=self.generator).to(self.device)
-        self.scales: dict[str, torch.Tensor] = {}
-        if scales != "none":
-            shape = (1,) if scales == "per_tensor" else (self.nhd[0].shape[0], spec.num_kv_heads, PAGE)
-            for name in ("key_scale", "value_scale"):
-                self.scales[name] = (torch.rand(shape, generator=self.generator) + 0.25).to(self.device)
-                if scales == "per_token":
-                    self.scales[name][0] = torch.nan
+        kind = replace(World.kind, layout=layout, kv_dtype=kv_dtype, scales=scales)
+        super().__init__(kind=kind, **options)
+        self.sinks = torch.randn(self.spec.num_q_heads, generator=self.generator).to(self.device)
 
     def decode(
         self,
@@ -55,28 +42,20 @@ class KindWorld(World):
         **extras: Any,
     ) -> torch.Tensor:
         rows = max(plan.rows, plan.class_rows or 0)
-        result: torch.Tensor = self.manager.pa_decode(
-            plan,
-            self.output[:rows] if output is None else output,
-            self.query[:rows] if query is None else query,
-            self.key_cache,
-            self.value_cache,
-            self.tables if tables is None else tables,
-            self.spec.head_dim**-0.5,
-            sinks=self.sinks,
-            **self.scales,
-            **extras,
-        )
-        return result
+        query = self.query[:rows] if query is None else query
+        output = self.output[:rows] if output is None else output
+        return super().decode(plan, query, output, tables, sinks=self.sinks, **extras)
 
     def dense(self, rows: int, **extras: Any) -> torch.Tensor:
         """float64: the dense answer for what is in the buffers now."""
         return reference_decode(
             self.query[:rows].cpu(),
-            *(cache.cpu() for cache in self.nhd),
+            self.key_cache.cpu(),
+            self.value_cache.cpu(),
             self.tables.cpu(),
             self.lens[:rows].cpu(),
             self.spec.head_dim**-0.5,
+            kv_layout=self.spec.kv_layout,
             sinks=self.sinks.cpu(),
             **{name: scale.cpu() for name, scale in self.scales.items()},
             **extras,
@@ -107,11 +86,10 @@ def test_replays_decode_the_lengths_scales_and_sinks_of_their_own_step(
 @pytest.mark.parametrize("kv_dtype", FP8)
 @pytest.mark.parametrize("how", ["segments", "parts", "fallback"])
 def test_scales_and_sinks_reach_every_way_that_a_step_can_take(kv_dtype: str, how: str) -> None:
-
     options: dict[str, Any] = {
-        "segments": {"backend": TorchBackend(max_plan_rows=3)},
+        "segments": {"backend": limited_backend(3)},
         "parts": {"ladder": CapacityLadder([4])},
-        "fallback": {"enabled": False, "fallback": "torch"},
+        "fallback": {"enabled": False, "fallback": fallback_name()},
     }[how]
     world = KindWorld("packed", kv_dtype, "per_token", warm=how != "fallback", **options)
     world.set_lens([300, 0, 17, 256, 1, 40, 0, 500])
@@ -138,7 +116,7 @@ def test_scales_and_sinks_reach_every_way_that_a_step_can_take(kv_dtype: str, ho
 def test_scales_that_do_not_fit_the_cache_are_refused_before_any_launch(
     name: str, scale: torch.Tensor, message: str
 ) -> None:
-    world = KindWorld("packed", FP8[0], "per_token", warm=True)
+    world = KindWorld("packed", World.kind.fp8, "per_token", warm=True)
     world.set_lens([300, 17])
     plan = world.manager.plan_for(world.step(2))
     world.scales = {key: value[..., None] for key, value in world.scales.items()}

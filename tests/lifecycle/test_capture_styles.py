@@ -96,7 +96,7 @@ def test_a_replay_calls_no_python_of_planlife_or_of_the_model(style: str) -> Non
         nonlocal layer_calls
         layer_calls += 1
         call = (world.output, world.query, world.key_cache, world.value_cache, world.tables, scale)
-        world.manager.pa_decode(plan, *call)
+        world.manager.pa_decode(plan, *call, **world.scales)
 
     graph = world.capture(world.step(), style, layer)
     scale = 17.0  # a captured Python value: changing it afterwards changes nothing
@@ -456,7 +456,7 @@ def test_a_graph_keeps_its_captured_length_buffer(style: str) -> None:
     expected = world.expected(lens=lens)
     graph = world.capture(Step(lens, owner=Owner()), style)
     # Other steps take over every mark, so that nothing but the graph's pins can hold the buffer.
-    world.set_lens(CAPTURE_LENS, tables=world.tables.clone())
+    world.lens.copy_(lens)
     world.capture(world.step(), style)
     world.eager(world.step())
     alive = weakref.ref(lens)

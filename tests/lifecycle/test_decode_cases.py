@@ -14,7 +14,7 @@ from planlife.testing import DecodeCase, DecodeInputs, decode_cases, reference_d
 from planlife.testing.decode_table import AXES, LAYOUTS, NUMBERS, ROW_BOUNDS, SCALE_FORMS, combinations
 
 from . import world
-from .world import World, backend_name, new_device
+from .world import World, backend_name, fallback_name, new_device
 
 CASES = decode_cases()
 NUM_CU = 256
@@ -97,7 +97,7 @@ def test_every_row_of_every_case_is_as_exact_as_its_dtype(case: DecodeCase) -> N
 
 @pytest.mark.parametrize("case", CASES[::4], ids=str)
 def test_the_fallback_is_as_exact(case: DecodeCase) -> None:
-    errors = DecodeInputs.of(case, device=world.DEVICE).errors(enabled=False, fallback=backend_name())
+    errors = DecodeInputs.of(case, device=world.DEVICE).errors(enabled=False, fallback=fallback_name())
     assert (errors <= row_bound(case)).all(), f"relative error per output row: {errors.tolist()}"
 
 

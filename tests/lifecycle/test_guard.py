@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from planlife import ClosedError, ConfigError, RouteError, StalePlanError, Step
-from planlife.backends.torch_backend import TorchBackend
 
-from .world import BEFORE_REPLAY, IN_GRAPH, Owner, World, both_styles, small_spec
+from .world import BEFORE_REPLAY, IN_GRAPH, MAX_PAGES, Owner, World, backend_with, both_styles, small_spec
 
 LENS = [500, 3, 257, 64, 1, 0, 256]
 
@@ -86,7 +85,7 @@ def test_guard_refuses_another_length_buffer(style: str) -> None:
     captured.refuses("length buffer address", hex(other.data_ptr()), hex(captured.world.lens.data_ptr()), step)
 
 
-class RefusingBackend(TorchBackend):
+class RefusingBackend:
     """Takes every step until it is told not to."""
 
     reasons: tuple[str, ...] = ()
@@ -98,7 +97,7 @@ class RefusingBackend(TorchBackend):
 @both_styles
 def test_guard_refuses_a_step_that_would_take_another_route(style: str) -> None:
     """C02, C31: captured "planned", and the backend would not take the later step."""
-    backend = RefusingBackend()
+    backend = backend_with(RefusingBackend)
     captured = Captured(style, backend=backend, fallback="torch")
     right = captured.step()
     captured.manager.plan_for(right)
@@ -114,7 +113,7 @@ def test_guard_refuses_a_step_that_would_take_another_route(style: str) -> None:
 @both_styles
 def test_guard_refuses_a_planned_step_for_a_graph_that_runs_the_fallback(style: str) -> None:
     """C02, C31, the other way round."""
-    backend = RefusingBackend()
+    backend = backend_with(RefusingBackend)
     backend.reasons = ("too long for this kernel",)
     world = World(backend=backend, fallback="torch", warm=True)
     world.set_lens(LENS)
@@ -238,6 +237,7 @@ def test_the_sanitizer_sees_a_stale_replay_that_no_guard_was_asked_about(sanitiz
         graph.replay()
         assert world.counters()["stale_detected"] == (number - 1 if sanitize != "off" else 0)
         world.set_lens([length + number for length in LENS])
+        world.tables[:] = torch.arange(1, MAX_PAGES + 1)  # what is read for the old lengths exists
         world.output.fill_(torch.nan)
         if sanitize == "raise":
             with world.raises_soon(StalePlanError, "sanitizer saw 1 decode"):

@@ -18,8 +18,8 @@ from .world import (
     MAX_PAGES,
     PAGE,
     World,
-    backend_name,
     both_styles,
+    fallback_name,
     limited_backend,
     small_spec,
 )
@@ -42,8 +42,8 @@ ROUTES: dict[str, Callable[[], dict[str, Any]]] = {
     "one table set": dict,
     "segments": lambda: {"backend": limited_backend(3), "ladder": CapacityLadder([8])},
     "parts": lambda: {"ladder": CapacityLadder([4])},
-    "fallback": lambda: {"fallback": backend_name()},
-    "off": lambda: {"enabled": False, "fallback": backend_name()},
+    "fallback": lambda: {"fallback": fallback_name()},
+    "off": lambda: {"enabled": False, "fallback": fallback_name()},
 }
 
 

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from planlife import MintError, StalePlanError, Step
-from planlife.backends.torch_backend import TorchBackend
 from planlife.events import Event
 
-from .world import BEFORE_REPLAY, IN_GRAPH, Owner, World, both_styles
+from .world import BEFORE_REPLAY, IN_GRAPH, Owner, World, backend_with, both_styles
 
 LENS = [500, 3, 257, 64, 1, 0, 256, 17]
 MODES = ["global", "thread_local", "relaxed"]
@@ -57,7 +56,7 @@ def test_a_graph_collected_while_a_thread_records_kills_no_capture(style: str, w
         world.assert_right(world.replay(graph, world.step(), style), world.expected())
 
 
-class SlowBackend(TorchBackend):
+class SlowBackend:
     """Compiles until it is told to stop, with the manager's lock held."""
 
     def __init__(self) -> None:
@@ -68,12 +67,12 @@ class SlowBackend(TorchBackend):
     def compile(self, *args: Any) -> int:
         self.compiling.set()
         assert self.done.wait(timeout=30)
-        return super().compile(*args)
+        return super().compile(*args)  # type: ignore[misc,no-any-return]
 
 
 def test_a_finaliser_takes_no_lock() -> None:
     """C67: a graph is collected while another thread mints."""
-    backend = SlowBackend()
+    backend = backend_with(SlowBackend)
     world = World(backend=backend)
     world.set_lens(LENS)
     with world.manager.capture_phase():
@@ -258,7 +257,7 @@ def test_trim_from_another_thread_during_80_eager_steps_is_never_silent() -> Non
     assert world.counters()["evictions"] > 10
 
 
-class MeddlingBackend(TorchBackend):
+class MeddlingBackend:
     """Lets something happen elsewhere in the middle of the next refresh."""
 
     meddle: Callable[[], object] | None = None
@@ -267,12 +266,12 @@ class MeddlingBackend(TorchBackend):
         meddle, self.meddle = self.meddle, None
         if meddle is not None:
             meddle()
-        super().refresh(*args)
+        super().refresh(*args)  # type: ignore[misc]
 
 
 def test_a_plan_is_pinned_before_its_refresh_is_recorded() -> None:
     """C68 with C72: what another thread evicts or brings back meanwhile has no address in the graph."""
-    backend = MeddlingBackend()
+    backend = backend_with(MeddlingBackend)
     world = World(warm=True, backend=backend)
     world.set_lens(LENS)
 
@@ -294,7 +293,11 @@ def test_trim_from_another_thread_during_captures_gives_right_graphs_or_refusals
     """C68 with C72: what a graph reads is pinned before its address is taken."""
     world = World(warm=True)
     num_captured = 0
-    with trimming(world, pause_s=0.002):
+    world.set_lens(LENS)
+    begin = time.monotonic()
+    world.capture(world.step(), style)
+    world.settle()
+    with trimming(world, pause_s=2 * (time.monotonic() - begin)):  # some captures must get through, on any backend
         for _ in range(200):
             if num_captured == 8:
                 break

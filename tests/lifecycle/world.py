@@ -1,6 +1,7 @@
 """A small model world for scenarios: caches, tables, length buffers, and the dense answer to compare with.
 
-On a CPU with emulated graphs; tests/gpu runs the same scenarios on CUDA graphs by setting DEVICE.
+On a CPU with emulated graphs; tests/gpu runs the same scenarios on CUDA graphs by setting DEVICE. A suite of another
+backend sets World.backend, and World.kind where that backend reads other caches.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pytest
@@ -17,18 +19,70 @@ import torch
 
 from planlife import CapacityLadder, PlanManager, PlanSpec, Step, StepPlan
 from planlife.backends.torch_backend import TorchBackend
-from planlife.testing import EmulatedGraph, record, reference_decode, row_errors
+from planlife.testing import LAYOUTS, EmulatedGraph, lay_out, record, reference_decode, row_errors
 from planlife.torch_device import resolve_device
 
 DEVICE = "cpu"  #: where worlds are made that are not told
 NUM_PAGES, PAGE, MAX_PAGES = 160, 16, 40
-BIG_ERROR = 1e-2  # relative, per row, BF16
 
 #: Where plan_for is called: before each replay, or inside the recording.
 BEFORE_REPLAY, IN_GRAPH = "before replay", "in graph"
 both_styles = pytest.mark.parametrize("style", [BEFORE_REPLAY, IN_GRAPH])
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of cache, of which worlds are made.
+
+    layout: a name of LAYOUTS. kv_dtype, scales, head_dim: as of PlanSpec.
+    layouts: all that may be had with this dtype. other_page_size: one besides PAGE that may be had.
+    fp8: what an FP8 cache is, whatever this kind's own is.
+    finite_values: V must be finite in all of a row's own pages, also behind its last token.
+    row_bound: the largest relative error of a row that rounding explains.
+    """
+
+    layout: str = "nhd"
+    kv_dtype: str = "bfloat16"
+    scales: str = "none"
+    head_dim: int = 16
+    layouts: tuple[str, ...] = ("nhd", "hnd", "packed")
+    other_page_size: int = 1
+    fp8: str = "float8_e4m3fn"
+    finite_values: bool = False
+    row_bound: float = 1e-2  # BF16
+
+    def spec(self, **changes: Any) -> PlanSpec:
+        """A small site over such caches."""
+        fields: dict[str, Any] = {
+            "num_q_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": self.head_dim,
+            "page_size": PAGE,
+            "max_context_tokens": PAGE * MAX_PAGES,
+            "workgroup_budget": 24,
+            "kv_dtype": self.kv_dtype,
+            "kv_layout": LAYOUTS[self.layout][0],
+            "scales": self.scales,
+        }
+        return PlanSpec(**{**fields, **changes})
+
+    def caches(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Such caches of these numbers, which come as "nhd" caches do."""
+        dtype = getattr(torch, self.kv_dtype)
+        return lay_out(keys.to(dtype), values.to(dtype), self.layout)
+
+    def make_scales(self, spec: PlanSpec, generator: torch.Generator, device: str) -> dict[str, torch.Tensor]:
+        """key_scale and value_scale of a call; those of page 0 are NaN, where each token has its own."""
+        if self.scales == "none":
+            return {}
+        shape = (1,) if self.scales == "per_tensor" else (NUM_PAGES, spec.num_kv_heads, spec.page_size)
+        scales = {name: torch.rand(shape, generator=generator) + 0.25 for name in ("key_scale", "value_scale")}
+        if self.scales == "per_token":
+            for scale in scales.values():
+                scale[0] = torch.nan
+        return {name: scale.to(device) for name, scale in scales.items()}
 
 
 def new_device(num_compute_units: int) -> Any:
@@ -38,18 +92,35 @@ def new_device(num_compute_units: int) -> Any:
     return device
 
 
+def backend_class() -> Any:
+    """Of the backend that worlds are made with here."""
+    if not isinstance(World.backend, str):
+        return type(World.backend)
+    if World.backend != "triton":
+        return TorchBackend
+    from planlife.backends.triton_backend import TritonBackend
+
+    return TritonBackend
+
+
 def backend_name() -> str:
-    """Of the backend that worlds are made with here, and of the fallback that shares its kernels."""
-    return "triton" if World.backend == "triton" else "torch"
+    """Of the backend that worlds are made with here."""
+    return str(backend_class().name)
+
+
+def fallback_name() -> str:
+    """Of the fallback that shares that backend's kernels, or of one that reads the same caches."""
+    return "triton" if backend_name() == "triton" else "torch"
 
 
 def limited_backend(max_plan_rows: int | None) -> Any:
-    """That backend, with a limit on the rows of a table set."""
-    if backend_name() == "torch":
-        return TorchBackend(max_plan_rows=max_plan_rows)
-    from planlife.backends.triton_backend import TritonBackend
+    """The worlds' backend, with a limit on the rows of a table set; None: its own."""
+    return backend_class()(**({} if max_plan_rows is None else {"max_plan_rows": max_plan_rows}))
 
-    return TritonBackend(max_plan_rows=max_plan_rows)
+
+def backend_with(mixin: type) -> Any:
+    """The worlds' backend with what a test does to its calls."""
+    return type(mixin.__name__, (mixin, backend_class()), {})()
 
 
 def counters_of(manager: PlanManager) -> dict[str, int]:
@@ -65,9 +136,8 @@ class Owner:
 
 
 def small_spec(**changes: Any) -> PlanSpec:
-    fields: dict[str, Any] = {"max_context_tokens": PAGE * MAX_PAGES, "workgroup_budget": 24}
-    fields.update(changes)
-    return PlanSpec(4, 2, 16, PAGE, **fields)
+    """A site over the worlds' kind of cache."""
+    return World.kind.spec(**changes)
 
 
 class World:
@@ -76,11 +146,13 @@ class World:
     Unowned pages hold NaN, block tables end in -1, outputs are poisoned with NaN before each decode.
     """
 
-    backend = "auto"  #: of worlds whose test names none; other suites run these tests over theirs
+    backend: Any = "auto"  #: of worlds whose test names none; other suites run these tests over theirs
+    kind = Kind()
 
     def __init__(
         self,
         *,
+        kind: Kind | None = None,
         rows: int = 8,
         seed: int = 0,
         sites: Any = None,
@@ -88,9 +160,10 @@ class World:
         warm: bool = False,
         **manager_options: Any,
     ) -> None:
+        self.kind = kind = kind or World.kind
         self.device = device = device or DEVICE
         self.generator = torch.Generator().manual_seed(seed)
-        self.sites = sites or {"default": small_spec()}
+        self.sites = sites or {"default": kind.spec()}
         self.spec: PlanSpec = next(iter(self.sites.values()))
         options: dict[str, Any] = {"ladder": CapacityLadder.powers_of_two(rows), "device": device}
         options.update({"backend": self.backend, **manager_options})
@@ -99,10 +172,10 @@ class World:
         self.lens = self.lens_buffer()
         self.tables = torch.full((rows, MAX_PAGES), -1, dtype=torch.int32, device=device)
         shape = (NUM_PAGES, PAGE, self.spec.num_kv_heads, self.spec.head_dim)
-        self.key_cache, self.value_cache = (
-            torch.randn(shape, generator=self.generator).to(device, torch.bfloat16) for _ in range(2)
-        )
-        self.key_cache[0], self.value_cache[0] = torch.nan, torch.nan
+        keys, values = (torch.randn(shape, generator=self.generator) for _ in range(2))
+        keys[0], values[0] = torch.nan, torch.nan
+        self.key_cache, self.value_cache = (cache.to(device) for cache in kind.caches(keys, values))
+        self.scales = kind.make_scales(self.spec, self.generator, device)
         self.query, self.output = self.buffers(rows)
         if warm:
             with self.manager.capture_phase():
@@ -159,7 +232,14 @@ class World:
         output = self.output[:end] if output is None else output
         tables = self.tables if tables is None else tables
         result: torch.Tensor = self.manager.pa_decode(
-            plan, output, query, self.key_cache, self.value_cache, tables, self.spec.head_dim**-0.5, **extras
+            plan,
+            output,
+            query,
+            self.key_cache,
+            self.value_cache,
+            tables,
+            self.spec.head_dim**-0.5,
+            **{**self.scales, **extras},
         )
         return result
 
@@ -252,15 +332,17 @@ class World:
             spec.head_dim**-0.5,
             query_length=spec.query_length,
             sliding_window=spec.sliding_window,
+            kv_layout=spec.kv_layout,
+            **{name: scale.cpu() for name, scale in self.scales.items()},
         )
 
     def assert_right(self, output: torch.Tensor, expected: torch.Tensor, query_length: int = 1) -> None:
         """Row by row: a global norm would hide a wrong long row behind short ones. Rows beyond `expected` are zeros."""
         errors = row_errors(output, expected, query_length)
-        assert (errors <= BIG_ERROR).all(), f"relative error per row: {errors.tolist()}"
+        assert (errors <= self.kind.row_bound).all(), f"relative error per row: {errors.tolist()}"
 
     def assert_same(self, output: torch.Tensor, other: torch.Tensor) -> None:
-        """Two decodes of the same lengths. On a GPU the torch backend adds up tiles in any order."""
+        """Two decodes of the same lengths. On a GPU torch's kernels add up tiles in any order."""
         if self.device == "cpu" or backend_name() == "triton":
             assert torch.equal(output, other)
         else:
@@ -268,7 +350,7 @@ class World:
 
     def assert_wrong(self, output: torch.Tensor, expected: torch.Tensor, query_length: int = 1) -> None:
         """Positive control: the comparison does see another step's work."""
-        assert not (row_errors(output, expected, query_length) <= BIG_ERROR).all()
+        assert not (row_errors(output, expected, query_length) <= self.kind.row_bound).all()
 
 
 @contextmanager
