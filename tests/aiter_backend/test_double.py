@@ -336,8 +336,11 @@ DECODE_FAULTS: list[tuple[int, Spoil, type[Exception], str]] = [
     (16, lambda c: {"compute_type": _other_fp8(c)}, N, "compute_type"),
     (17, lambda c: {"query": c["query"][..., :32], "output": c["output"][..., :32]}, N, "head_dim=32"),
     (17, lambda c: {"query": c["query"].repeat(1, 1, 3), "output": c["output"].repeat(1, 1, 3)}, N, "head_dim=192"),
-    (18, lambda c: {"key_cache": c["key_cache"].view(-1, 1, 8, 16, 8)}, V, "key_cache must be"),
-    (18, lambda c: {"key_cache": c["key_cache"][:, :, :3]}, V, "key_cache must be"),
+    (17, lambda c: {"query": c["query"][..., :0], "output": c["output"][..., :0]}, N, "head_dim=0"),
+    (17, lambda c: {"query": c["query"].repeat(1, 1, 18), "output": c["output"].repeat(1, 1, 18)}, N, "head_dim=1152"),
+    (18, lambda c: {"key_cache": c["key_cache"].view(-1, 1, 8, 16, 8)}, V, r"key_cache must be \[blocks"),
+    (18, lambda c: {"key_cache": c["key_cache"][:, :, :3]}, V, r"key_cache must be \[blocks"),
+    (18, lambda c: {"key_cache": c["key_cache"][..., :8]}, V, r"key_cache must be \[blocks"),
     (19, lambda c: {"key_cache": torch.cat([c["key_cache"]] * 2, 3)}, V, "block_size"),
     (21, lambda c: {"value_cache": c["value_cache"].view(-1, 1, 2, 64, 8)}, V, "value_cache must be"),
     (21, lambda c: {"value_cache": c["value_cache"][:, :, 0, :, :8]}, V, "value_cache must be"),
@@ -383,6 +386,7 @@ DECODE_FAULTS: list[tuple[int, Spoil, type[Exception], str]] = [
     (37, lambda c: {"work_plan": plan_of(lens_of(1, 2))}, V, "reduce_info must have shape"),
     (37, lambda c: {"work_plan": plan_of(lens_of(300, 0, 17), 2)}, V, "KV head count"),
     (38, lambda c: {"sliding_window": 128}, V, "sliding_window must match work_plan"),
+    (39, lambda c: _windowed_with_other_length(c, 1), V, "query_length must match work_plan"),
     (39, lambda c: _windowed_with_other_length(c), V, "query_length must match work_plan"),
     (41, lambda c: {"max_logits": [0.0]}, T, "max_logits must be a torch.Tensor"),
     (41, lambda c: {"max_logits": c["max_logits"][:, 1:]}, V, "max_logits must have shape"),
@@ -405,9 +409,9 @@ def _with_kv_heads(c: dict[str, Any], heads: int) -> dict[str, Any]:
     return {name: torch.cat([c[name]] * heads, 1) for name in ("key_cache", "value_cache")}
 
 
-def _windowed_with_other_length(c: dict[str, Any]) -> dict[str, Any]:
-    plan = plan_of(c["context_lengths"], 1, sliding_window=128, query_length=2)
-    return {"sliding_window": 128, "work_plan": plan}
+def _windowed_with_other_length(c: dict[str, Any], window: int = 128) -> dict[str, Any]:
+    plan = plan_of(c["context_lengths"], 1, sliding_window=window, query_length=2)
+    return {"sliding_window": window, "work_plan": plan}
 
 
 FAULT_IDS = [f"{row} {message}" for row, _, _, message in DECODE_FAULTS]
@@ -459,6 +463,23 @@ def test_other_architectures_are_refused_with_rows_before_them_first(arch):
             pa_decode(**call)
         with pytest.raises(ValueError, match="output shape"):
             pa_decode(**call | {"output": call["output"][:, :1]})
+
+
+@pytest.mark.parametrize("native_bf16", [True, False])
+def test_decode_takes_what_is_just_inside_its_limits(native_bf16):
+    with aiter_double(arch="gfx950", num_cu=8, native_bf16=native_bf16) as double:
+        for shape in ({"group": 1}, {"head_dim": 1024}, {"lens": (0,), "columns": 1}, {"query_length": 2}):
+            call = valid_call(double, **shape)
+            pa_decode(**call, max_context_length=int(call["context_lengths"].max()))
+            pa_decode(**call, max_context_length=16 * call["block_tables"].shape[1])
+            # A dense plan does not know the query length.
+            pa_decode(**call | {"work_plan": plan_of(call["context_lengths"], query_length=9)})
+
+
+def test_an_fp8_and_a_bf16_cache_have_tiles_of_their_own(double):
+    for kv in ("fp8", "bf16"):
+        pa_decode(**valid_call(double, kv=kv))
+    assert tiles(double) == 2
 
 
 @pytest.mark.parametrize("native_bf16", [True, False])
@@ -1134,7 +1155,11 @@ def test_a_plan_of_another_installation_is_no_plan(double):
         ("G1d", {"max_context_partition_num": 3, "query": None}, "query must be"),
         ("G1b", {"max_context_partition_num": 3, "query": None}, "must match work_plan.max_partitions"),
         ("G1c", {"work_plan": None, "sliding_window": 5}, "requires work_plan"),
-        ("G1c", {"work_plan": None, "max_context_partition_num": 257}, "in .1, 256."),
+        *(
+            ("G1c", {"work_plan": None, "max_context_partition_num": number}, "in .1, 256.")
+            for number in (257, 0, 1.0, None)
+        ),
+        *(("G1c", {"work_plan": None, "max_context_partition_num": number}, "no static path") for number in (1, 256)),
     ],
 )
 def test_earlier_generations_check_partitions_and_plan_in_their_own_way(generation, change, message):
@@ -1217,11 +1242,31 @@ def test_nhd_caches_are_taken_where_the_library_says_so():
         pa_decode(**valid_call(double))  # packed caches as ever
         with pytest.raises(ValueError, match="must match"):
             pa_decode(**call | {"value_cache": call["value_cache"][..., :128]})
-        for other in ({"query_length": 4}, {"query_length": 2, "kv": "bf16"}, {"query_length": 2, "sliding_window": 5}):
+        for other in (
+            {"query_length": 4},
+            {"query_length": 3, "group": 11},
+            {"query_length": 2, "kv": "bf16"},
+            {"query_length": 2, "sliding_window": 1},
+            {"query_length": 2, "page": 16},
+            {"query_length": 2, "head_dim": 128},
+        ):
             with pytest.raises(NotImplementedError, match="NHD"):
                 pa_decode(**valid_call(double, **shape | other))
-        with pytest.raises(ValueError, match="finite and positive"):
-            pa_decode(**call | {"softmax_scale": float("inf")})
+        for scale in (float("inf"), float("nan"), 0, -1.0, "1"):
+            with pytest.raises(ValueError, match="finite and positive"):
+                pa_decode(**call | {"softmax_scale": scale})
+        pa_decode(**call | {"softmax_scale": 1, "sliding_window": -1})
+        wide = torch.zeros(*call["key_cache"].shape[:3], 512, dtype=torch.uint8).view(call["key_cache"].dtype)
+        odd = torch.zeros(call["key_cache"].numel() + 16, dtype=torch.uint8).view(wide.dtype)
+        shape_of = call["key_cache"].shape
+        for cache in (
+            wide[..., ::2],
+            odd[1 : 1 + call["key_cache"].numel()].view(shape_of),
+            torch.zeros(*shape_of[:3], 264, dtype=torch.uint8).view(wide.dtype)[..., :256],
+        ):
+            for name in ("key_cache", "value_cache"):
+                with pytest.raises(ValueError, match=f"{name} must be 16-byte aligned"):
+                    pa_decode(**call | {name: cache})
         with pytest.raises(ValueError, match="finite and positive"):
             pa_decode(**call | {"key_scale": 0.0, "value_scale": 1.0})
     with aiter_double(arch="gfx1250", num_cu=8, optional=optional) as double:

@@ -131,6 +131,7 @@ def test_planners_are_shared_where_their_numbers_mean_the_same(planner):
     dense = PLAN | {"window": 0}
     assert plan_key(planner, **dense | {"query_length": 9}) == plan_key(planner, **dense)
     assert plan_key(planner, **PLAN | {"window": 1}) != plan_key(planner, **dense | {"query_length": 2})
+    assert plan_key(planner, **PLAN | {"window": 1, "query_length": 3}) != plan_key(planner, **PLAN | {"window": 1})
     widest = PLAN | {"window": 2**31 - 1}
     assert plan_key(planner, **widest | {"window": 2**40}) == plan_key(planner, **widest)
     assert plan_key(planner, **widest | {"window": 2**31 - 2}) != plan_key(planner, **widest)
