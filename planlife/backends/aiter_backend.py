@@ -410,7 +410,7 @@ class AiterBackend:
         if num_table_rows != num_rows:
             num_rows = min(num_rows, num_table_rows)
             if not num_rows:  # a segment behind the last row that has tables
-                output.zero_()
+                _zero(output)
                 return
             block_tables = block_tables[:num_rows]
         call = tables.call
@@ -436,12 +436,18 @@ class AiterBackend:
                 "the manager backend='triton'."
             ) from error
         if behind is not None:
-            behind.zero_()
+            _zero(behind)
 
     def sanitize(
         self, tables: AiterPlan, context_lens: torch.Tensor, num_rows: int, flags: torch.Tensor, max_tokens: int
     ) -> None:
         count_differences(tables, context_lens, num_rows, flags, max_tokens, tables.emptied[0] == 0)
+
+
+def _zero(output: torch.Tensor) -> None:
+    """Whatever mode it was made in: to aiter's kernels, which write the rest of it, that is all one."""
+    with torch.inference_mode():
+        output.zero_()
 
 
 def _architecture_by_torch(device: Any) -> str:

@@ -455,6 +455,32 @@ def test_what_is_made_in_inference_mode_serves_outside_of_it_and_the_other_way_r
                 world.assert_right(output, key_scale=0.5, value_scale=3.0)
 
 
+@pytest.mark.parametrize("max_plan_rows", [4096, 2])
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_an_output_that_was_made_in_inference_mode_is_zeroed_behind_the_tables_outside_of_it(
+    is_recorded, max_plan_rows
+):
+    """The mode is a thread's own: a micro-batch's thread decodes into what another one made. Kernels do not mind."""
+    with torch.inference_mode():
+        output = torch.full((4, 8, 64), 7, dtype=torch.bfloat16)
+    with aiter_machine("gfx942"):
+        world = PackedWorld(BF16, AiterBackend(max_plan_rows), ladder=CapacityLadder([4]))
+        world.set_lens([300])
+        manager, step = world.manager, Step(world.lens[:1])
+        plan = manager.plan_for(step)
+        call = (output, world.query, world.key_cache, world.value_cache, world.tables[:1], 64**-0.5)
+        if is_recorded:
+            with manager.graph() as graph:
+                manager.pa_decode(plan, *call)
+            manager.replay(graph, step)
+            manager.release(graph)
+        else:
+            manager.pa_decode(plan, *call)
+        torch.testing.assert_close(output[:1], world.expected(1), rtol=2e-2, atol=2e-3)
+        assert output[1:].eq(0).all()
+        manager.close()
+
+
 def test_threads_that_decode_one_plan_with_different_row_counts_get_their_own_rows(make_world, aiter):
     world = make_world(rows=8, ladder=CapacityLadder([8]))
     lens = [290, 3, 40]
