@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 #: name, so that an attribute of the package is sometimes the function and sometimes the module (ROCm/aiter#5949).
 DEFINING_MODULE = "aiter.ops.flydsl.pa_decode"
 _PLANNER_FILE = Path("ops", "flydsl", "pa_decode.py")
+#: What ROCm's aiter has and PyPI's package of that name has not.
+_ROCMS_PACKAGE = "aiter.ops"
 
 #: What planlife passes. Positional ones first, as pa_decode has them.
 PLAN_KEYWORDS = ("max_partitions", "sliding_window", "query_length", "plan")
@@ -97,19 +99,27 @@ def _find() -> tuple[ModuleType | None, str]:
         has_files = spec.origin is not None
         folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
         if has_files and not any((folder / "ops").is_dir() for folder in folders):
-            return None, (
-                f"the 'aiter' in {spec.origin} is PyPI's asyncio package of that name, not ROCm's kernel library: "
-                f"pip uninstall aiter; ROCm's comes with the ROCm images; {_OTHERWISE}"
-            )
+            return None, _not_rocms(spec.origin)
         if has_files and not any((folder / _PLANNER_FILE).is_file() for folder in folders):
             return None, f"the aiter here has no {DEFINING_MODULE}, and so no plan_pa_decode: {_UPGRADE}, {_OTHERWISE}"
     try:
         # Not `import a.b.c as m`, which takes an attribute of the package.
         return import_module(DEFINING_MODULE), ""
     except Exception as error:  # a library that cannot start may raise anything
+        if isinstance(error, ModuleNotFoundError) and error.name == _ROCMS_PACKAGE:
+            return None, _not_rocms(getattr(sys.modules.get("aiter"), "__file__", None))
+        repair = "pip install 'planlife[rocm]'" if "flydsl" in str(error).lower() else "repair that"
         return None, (
-            f"{DEFINING_MODULE} cannot be imported here ({type(error).__name__}: {error}): repair that, {_OTHERWISE}"
+            f"{DEFINING_MODULE} cannot be imported here ({type(error).__name__}: {error}): {repair}, {_OTHERWISE}"
         )
+
+
+def _not_rocms(origin: str | None) -> str:
+    where = "'aiter' that was imported" if origin is None else f"'aiter' in {origin}"
+    return (
+        f"the {where} is PyPI's asyncio package of that name, not ROCm's kernel library: pip uninstall aiter; ROCm's "
+        f"comes with the ROCm images; {_OTHERWISE}"
+    )
 
 
 def read(module: ModuleType) -> Probe:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from planlife import PlanManager
+from planlife import PlanManager, aiter_library
 
 # Triton reads this once, when it is first imported, whoever does that: without a GPU its kernels are interpreted.
 if not (any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()):
@@ -39,6 +39,13 @@ def cheap_collections() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()  # Triton reports objects that outlive the interpreter
+
+
+@pytest.fixture(autouse=True)
+def aiter_is_looked_for_anew() -> Iterator[None]:
+    """What a test put in the library's place is not what the next one finds."""
+    yield
+    aiter_library.probe.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from planlife import aiter_library, bench_aiter
+from planlife import bench_aiter
 from planlife.commands import planlife as command
 from planlife.errors import ConfigError
 from planlife.testing.aiter_double import GENERATIONS
@@ -40,7 +40,6 @@ def test_every_kind_of_scale_is_timed_wrapped_and_bare_as_often(monkeypatch: pyt
     decode.__signature__ = signature  # type: ignore[attr-defined]
     monkeypatch.setattr(bench_aiter, "decode_nothing", decode)
     rounds, calls = 3, 2
-    aiter_library.probe.cache_clear()
     (report,), left_out = bench_aiter.measure_wrapper(num_rounds=rounds, calls_per_round=calls)
     assert "not installed" in left_out and [figure.call for figure in report.figures] == CALLS
     for figure in report.figures:
@@ -73,7 +72,6 @@ def test_an_installed_aiter_is_timed_where_it_serves_the_device(monkeypatch: pyt
 
 
 def test_the_command_prints_every_figure_and_why_no_installed_aiter_is_among_them() -> None:
-    aiter_library.probe.cache_clear()
     result = CliRunner().invoke(command, ["bench", "aiter", "--rounds", "30", "--calls", "1"])
     assert result.exit_code == 0, result.output
     for text in (*CALLS, "added, median", "of it launches", "Not measured over an installed aiter: 'aiter' is not"):

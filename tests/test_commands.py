@@ -81,7 +81,9 @@ def test_options_reach_the_demo_and_the_rest_keeps_its_defaults(run_with):
     assert result.exit_code == 0
     assert config == planlife.demo.DemoConfig()
     result, (config,) = run_with("demo", "--backend", "aiter", "--double", "gfx950", "--aiter-generation", "newer")
-    assert config == planlife.demo.DemoConfig(backend="aiter", double="gfx950", aiter_generation="newer")
+    assert config == planlife.demo.DemoConfig(
+        backend="aiter", double="gfx950", aiter_generation="newer", layout="packed"
+    )
     result, (config,) = run_with(
         *("demo", "--style", "in-graph", "--trace", "requests.csv", "--steps", "7"),
         *("--seed", "3", "--layers", "4", "--budget", "3MiB"),
@@ -119,6 +121,15 @@ def test_triton_on_a_cpu_is_told_to_be_slow_with_the_ways_out(run_with, argument
     result, _ = run_with("demo", *arguments)
     assert ("interpreter" in result.stderr) is is_told
     assert ("--device cuda" in result.stderr and "--backend torch" in result.stderr) is is_told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "layout"),
+    [((), "nhd"), (("--backend", "aiter"), "packed"), (("--backend", "aiter", "--layout", "hnd"), "hnd")],
+)
+def test_caches_are_as_the_backend_reads_them_unless_told_otherwise(run_with, arguments, layout):
+    _, (config,) = run_with("demo", *arguments)
+    assert config.layout == layout
 
 
 def test_scales_for_a_cache_that_has_none_are_refused_by_option_value_and_way_out(run_with):

@@ -283,7 +283,6 @@ def no_aiter_stays() -> Iterator[None]:
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] == "aiter"]:
         del sys.modules[name]
-    aiter_library.probe.cache_clear()
 
 
 @pytest.mark.usefixtures("no_aiter_stays")

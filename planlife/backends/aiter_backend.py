@@ -252,9 +252,12 @@ class AiterBackend:
                     if is_served or can_use is None:
                         return ""
                     says = "without a reason"
+        # Which texts read BF16 caches, and where, no signature tells.
+        fp8 = FP8_OF_ARCHITECTURE.get(architecture) if spec.kv_dtype == "bfloat16" else None
+        way_out = f"make the cache {fp8}, " if fp8 else ""
         return (
-            f"this aiter's {name} refuses calls of this site on {architecture} ({says}); upgrade aiter, or pass "
-            "'triton'"
+            f"this aiter's {name} refuses calls of this site on {architecture} ({says}); {way_out}upgrade aiter, or "
+            "pass 'triton'"
         )
 
     def refuse_step(self, spec: PlanSpec, context_lens: Any) -> Sequence[str]:

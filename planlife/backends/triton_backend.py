@@ -155,6 +155,11 @@ def _refuse_device(name: str) -> list[str]:
             "imports triton"
         ]
     if torch.version.hip is None:
+        if not torch.cuda.is_available():
+            return [
+                f"this torch {torch.__version__} reaches no GPU, and so not {name}; pass 'torch', or install its build "
+                "for CUDA"
+            ]
         capability = torch.cuda.get_device_capability(name)
         if capability < _LEAST_CAPABILITY:
             found, wanted = (".".join(map(str, version)) for version in (capability, _LEAST_CAPABILITY))

@@ -217,7 +217,7 @@ class Model:
             assert all(output[class_rows * length :].isnan().all() for output in site.outputs)
 
 
-@pytest.mark.parametrize(("consumer", "machine", "style"), runs())
+@pytest.mark.parametrize(("consumer", "machine", "style"), list(runs()))
 def test_replays_of_an_engines_sites_are_right_row_by_row(
     consumer: Callable[..., Sites], machine: tuple[str, str, str], style: str
 ) -> None:

@@ -59,7 +59,6 @@ class Here:
 @pytest.fixture(params=[*(f"{generation} on {arch}" for generation, arch in DOUBLES), "installed"])
 def here(request: pytest.FixtureRequest) -> Iterator[Here]:
     if request.param == "installed":
-        probe.cache_clear()
         library, reasons = probe()
         if library is None:
             pytest.skip("; ".join(reasons))

@@ -17,13 +17,6 @@ from tests.aiter_backend.recording_aiter import PACKAGES, RecordingAiter, instal
 from tests.child_process import run_python
 
 
-@pytest.fixture(autouse=True)
-def asked_anew():
-    probe.cache_clear()
-    yield
-    probe.cache_clear()
-
-
 @pytest.fixture
 def nothing_imported(monkeypatch):
     for name in (*PACKAGES, DEFINING_MODULE):

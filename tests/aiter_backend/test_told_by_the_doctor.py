@@ -52,18 +52,18 @@ AGAINST_ALL = {
     **{("gfx90a", generation): "are for gfx942, gfx950, gfx1250, and this GPU is gfx90a" for generation in TAKEN},
     **{("", generation): "aiter's kernels are for AMD GPUs, and meta is none" for generation in TAKEN},
 }
-#: What every library is that planlife does not take, by name. A double has no files, by which PyPI's would be told.
+#: What every library is that planlife does not take, by name.
 UNFIT = {
     "G0": "plan_pa_decode of the aiter here does not take sliding_window, query_length",
     "G1a": "of before work plans were mandatory (its pa_decode takes max_context_partition_num, ps)",
     "G1b": "of before work plans were mandatory (its pa_decode takes max_context_partition_num, ps)",
     "G1c": "of before work plans were mandatory (its pa_decode takes max_context_partition_num)",
     "G1d": "of before work plans were mandatory (its pa_decode takes max_context_partition_num, tuned_file)",
-    "pypi": "",
+    "pypi": "is PyPI's asyncio package of that name, not ROCm's kernel library: pip uninstall aiter",
     "fork without plans": "has no plan_pa_decode, pa_decode, PADecodePlan: it has flydsl_pa_decode instead",
     "fork with host plans": "has no plan_pa_decode: it has make_pa_decode_plan instead, as a fork does",
     "static only": "has no plan_pa_decode, PADecodePlan, so it is too old for work plans",
-    "old flydsl": "flydsl >= 0.2.4 is required",
+    "old flydsl": "flydsl >= 0.2.4 is required): pip install 'planlife[rocm]'",
 }
 
 

@@ -17,6 +17,7 @@ CONFIGS = (
     DemoConfig(device="cuda", mtp=6, window=90, max_steps=60),
     DemoConfig(device="cuda", mtp=7, window=91, kv="fp8", layout="packed", max_steps=60, style="in-graph"),
     DemoConfig(device="cuda", kv="fp8", scales="per_token", max_steps=30, backend="torch"),
+    DemoConfig(device="cuda", layout="packed", mtp=1, max_steps=40, backend="aiter", double="gfx942"),
 )
 
 
