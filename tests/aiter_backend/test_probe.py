@@ -21,6 +21,7 @@ from tests.child_process import run_python
 
 @pytest.fixture
 def nothing_imported(monkeypatch):
+    probe.cache_clear()  # this module asks while it is collected
     for name in (*PACKAGES, DEFINING_MODULE):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
