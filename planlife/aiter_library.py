@@ -50,7 +50,8 @@ _NHD_KEYWORDS = ("kv_dtype", "head_dim", "block_size", "query_group_size")
 #: Only older ones have these: before ROCm/aiter#5809 a plan was optional.
 _BEFORE_PLANS_WERE_MANDATORY = ("max_context_partition_num", "ps", "tuned_file")
 
-_WHERE_FROM = "it comes with the ROCm images (PyPI's aiter is another project)"
+#: What to tell whoever has none.
+WHERE_FROM = "it comes with the ROCm images (PyPI's aiter is another project)"
 _UPGRADE = "upgrade aiter to one with ROCm/aiter#5809, together with the engine that calls it"
 _OTHERWISE = "or pass 'triton', 'torch' or 'auto'"
 
@@ -94,7 +95,7 @@ def _find() -> tuple[ModuleType | None, str]:
     if "aiter" not in sys.modules:
         spec = util.find_spec("aiter")
         if spec is None:
-            return None, f"'aiter' is not installed: {_WHERE_FROM}; {_OTHERWISE[3:]}"
+            return None, f"'aiter' is not installed: {WHERE_FROM}; {_OTHERWISE[3:]}"
         # Without a file there is nothing to tell it by: an importer of its own brings it.
         has_files = spec.origin is not None
         folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
@@ -156,7 +157,7 @@ def read(module: ModuleType) -> Probe:
 
 def _older(decode: Callable[..., Any]) -> list[str]:
     """Why this pa_decode is of before plans were mandatory."""
-    parameters = _parameters(decode)
+    parameters = parameters_of(decode)
     found = [name for name in _BEFORE_PLANS_WERE_MANDATORY if name in parameters]
     work_plan = parameters.get("work_plan")
     if found or (work_plan is not None and work_plan.default is not inspect.Parameter.empty):
@@ -165,7 +166,8 @@ def _older(decode: Callable[..., Any]) -> list[str]:
     return []
 
 
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
+    """Of what may be no function, or one that does not tell: none."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -174,7 +176,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 def _misfits(name: str, function: Callable[..., Any], positionals: Sequence[str], keywords: Sequence[str]) -> list[str]:
     """Why a function cannot be called as planlife calls it. More parameters are fine while they have defaults."""
-    parameters = _parameters(function)
+    parameters = parameters_of(function)
     by_name = {
         one.name
         for one in parameters.values()

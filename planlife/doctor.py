@@ -228,8 +228,7 @@ class _Examination:
         library, reasons = aiter_library.probe()
         self._generation = imported_generation(library)
         if not is_there and self._generation is None:
-            there = "it comes with the ROCm images (PyPI's aiter is another project)"
-            return Software("aiter", None, there if kind == "rocm" else "for AMD GPUs only")
+            return Software("aiter", None, aiter_library.WHERE_FROM if kind == "rocm" else "for AMD GPUs only")
         if kind == "rocm":  # elsewhere nobody misses it
             self._wrong.extend(f"backend 'aiter' cannot be had: {reason}" for reason in reasons)
         told = [f"ROCm's, generation {self._generation.name or 'unknown'}"] if self._generation else []

@@ -30,6 +30,7 @@ from .host_checks import (
     check_scratch,
     check_window_and_length,
     require,
+    scratch_of,
 )
 from .signatures import GENERATIONS, OPTIONAL, STRANGERS
 
@@ -278,7 +279,7 @@ class AiterDouble:
     def _check_allocations(self, c: SimpleNamespace, call: CheckedCall) -> None:
         if not _is_recording(c.query):
             return
-        missing = [name for name in ("exp_sums", "max_logits", "temporary_output") if getattr(c, name) is None]
+        missing = [name for name in scratch_of(call.shape, c.output.dtype) if getattr(c, name) is None]
         if call.scales != "none":
             scales = ("key_scale", "value_scale")
             missing += [name for name in scales if not isinstance(getattr(c, name), torch.Tensor)]
@@ -286,19 +287,12 @@ class AiterDouble:
             self._violate(f"allocation while recording: {', '.join(missing)} must be tensors that exist before")
 
     def _scratch(self, c: SimpleNamespace, call: CheckedCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        s, device = call.shape, c.query.device
-        shape = (s.num_kv_heads, s.capacity, s.query_length * s.group)
-        made = {
-            "exp_sums": (shape, torch.float32),
-            "max_logits": (shape, torch.float32),
-            "temporary_output": ((*shape, s.head_dim), c.output.dtype),
-        }
-        given = [getattr(c, name) for name in made]
-        sums, logits, partials = (
-            torch.empty(size, dtype=dtype, device=device) if tensor is None else tensor
-            for tensor, (size, dtype) in zip(given, made.values(), strict=True)
+        """max_logits, exp_sums and temporary_output: those given, and those that the library would allocate."""
+        logits, sums, partials = (
+            torch.empty(size, dtype=dtype, device=c.query.device) if getattr(c, name) is None else getattr(c, name)
+            for name, (size, dtype) in scratch_of(call.shape, c.output.dtype).items()
         )
-        return sums, logits, partials
+        return logits, sums, partials
 
     def _check_memory(self, c: SimpleNamespace, scratch: tuple[torch.Tensor, ...]) -> None:
         if self.library.arch != "gfx1250" and (c.query.stride(0) % 2 or c.query.stride(1) % 2):
