@@ -50,7 +50,20 @@ class DoubleViolation(AssertionError):
 class AiterDouble:
     """One library on one machine, and what was done with it.
 
-    violations: messages, also of those that were not raised.
+    arch, num_cu: the machine. generation: a name of GENERATIONS or STRANGERS.
+    optional: names of OPTIONAL that this library has; None = all of them in "newer", else none.
+    device_type: "cpu" or "cuda", whose tensors count as the GPU's.
+    native_bf16: whether G2 and G3 take BF16 caches on gfx942 and gfx950. on_violation: "raise" or "record".
+    finite_tails: whether V must be finite behind a row's last token; False for tests that poison what no row owns.
+    private_scratch: whether live plans must not share scratch, even one after another.
+    refresh_delay_cycles: on a GPU, how long a refresh leaves poison in the tables, so that a decode that is not ordered
+        behind it is caught.
+
+    Attributes besides: `violations`, messages, also of those that were not raised; `refreshes`, `decodes`, and
+    `plans_made`, how often each was done; `functions`, the library's by name.
+
+    Raises ValueError for settings that are none.
+
     Owns: fault counters on each GPU. Graphs recorded through it write them, so it must outlive them.
     """
 
@@ -379,12 +392,7 @@ class AiterDouble:
 def aiter_double(**settings: Any) -> Iterator[AiterDouble]:
     """Put a double in aiter's place for imports, and take it away again.
 
-    arch, num_cu: the machine. generation: a name of GENERATIONS or STRANGERS. optional: names of OPTIONAL that this
-    library has (None: all of them in "newer", else none). device_type: "cpu" or "cuda", whose tensors count as the
-    GPU's. native_bf16: whether G2 and G3 take BF16 caches on gfx942 and gfx950. on_violation: "raise" or "record".
-    finite_tails: whether V must be finite behind a row's last token; False for tests that poison what no row owns.
-    private_scratch: whether live plans must not share scratch, even one after another. refresh_delay_cycles: on a GPU,
-    how long a refresh leaves poison in the tables, so that a decode that is not ordered behind it is caught.
+    settings: as AiterDouble takes them.
 
     Leaving it judges what decodes on GPUs have found. Raises ValueError, DoubleViolation.
     """
