@@ -57,11 +57,17 @@ def main(arguments: list[str]) -> int:
         subprocess.run([sys.executable, "-c", doctor], cwd=REPOSITORY, env=environ)
         print(HEADINGS[1], flush=True)
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rfE", f"--junitxml={results}"]
-        status = subprocess.run([*command, *(arguments or ["tests/gpu"])], cwd=REPOSITORY, env=environ).returncode
+        status = subprocess.run([*command, *with_tests(arguments)], cwd=REPOSITORY, env=environ).returncode
         print(HEADINGS[2], flush=True)
         print(summary(results.read_text(encoding="utf-8")) if results.exists() else "pytest wrote no results")
         print(verdict(status))
         return status
+
+
+def with_tests(arguments: list[str]) -> list[str]:
+    """pytest's arguments: the whole suite unless they name tests of their own."""
+    names_tests = any(Path(REPOSITORY, one.partition("::")[0]).exists() for one in arguments if one[:1] != "-")
+    return arguments if names_tests else [*arguments, "tests/gpu"]
 
 
 def why_no_gpu() -> str:

@@ -40,6 +40,8 @@ class Guard(NamedTuple):
 
 
 LIFECYCLE = "gpu/test_lifecycle_on_cuda.py"
+ON_AITER = "gpu/test_aiter_scenarios_on_cuda.py"
+OVER_THE_DOUBLE = "aiter_backend/test_scenarios_g2.py"
 GUARDS = (
     Guard(
         "the capture id in the mark",
@@ -73,6 +75,38 @@ GUARDS = (
         "_store_records(work_info, slots, slots < 0, zeros, zeros, zeros, zeros)\n",
         "gpu/test_triton_planner.py::TestRowPlanner::test_fewer_rows_leave_nothing_of_an_earlier_step",
         "triton_backend/test_planner.py::TestRowPlanner::test_fewer_rows_leave_nothing_of_an_earlier_step",
+    ),
+    Guard(
+        "the zeros behind the staged lengths (aiter)",
+        "planlife/backends/aiter_backend.py",
+        "            tables.lens_and_emptied[num_rows:].zero_()\n",
+        "            tables.emptied.zero_()\n",
+        f"{ON_AITER}::test_captured_rows_behind_the_real_ones_give_exact_zeros",
+        f"{OVER_THE_DOUBLE}::test_captured_rows_behind_the_real_ones_give_exact_zeros",
+    ),
+    Guard(
+        "the bound on staged lengths (aiter)",
+        "planlife/backends/aiter_backend.py",
+        "            torch.clamp(lens, 0, tables.spec.max_context_tokens, out=staged)\n",
+        "            staged.copy_(lens)\n",
+        f"{ON_AITER}::test_lengths_above_the_bound_are_clamped_and_read_nothing_behind_it",
+        f"{OVER_THE_DOUBLE}::test_lengths_above_the_bound_are_clamped_and_read_nothing_behind_it",
+    ),
+    Guard(
+        "the front of the tables that a call's rows need (aiter)",
+        "planlife/backends/aiter_backend.py",
+        "self.plan = tables.plan_of(tables.work_info[:capacity], tables.reduce_info[:num_rows])\n",
+        "self.plan = tables.plan\n",
+        f"{ON_AITER}::test_a_query_that_ends_inside_a_segment_is_decoded_as_far_as_it_goes",
+        f"{OVER_THE_DOUBLE}::test_a_query_that_ends_inside_a_segment_is_decoded_as_far_as_it_goes",
+    ),
+    Guard(
+        "every row count of a class is run when it is minted (aiter)",
+        "planlife/backends/aiter_backend.py",
+        "        for num_rows in range(least_rows, plan_rows + 1):\n",
+        "        for num_rows in range(plan_rows, plan_rows + 1):\n",
+        "",
+        "aiter_backend/test_scenarios.py::test_each_row_count_of_a_class_was_run_when_it_was_minted",
     ),
     Guard(
         "the owner's weak reference",

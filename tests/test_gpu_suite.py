@@ -87,6 +87,20 @@ def test_only_what_is_missing_is_installed_and_never_what_belongs_to_the_machine
     assert gpu_suite.missing() == ["pytest", "pluggy"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "passed_on"),
+    [
+        ([], ["tests/gpu"]),
+        (["--durations=5"], ["--durations=5", "tests/gpu"]),
+        (["-k", "aiter", "-x"], ["-k", "aiter", "-x", "tests/gpu"]),
+        (["-x", "tests/gpu/test_triton_decode.py"], ["-x", "tests/gpu/test_triton_decode.py"]),
+        (["tests/test_docs.py::test_one"], ["tests/test_docs.py::test_one"]),
+    ],
+)
+def test_the_whole_suite_runs_unless_tests_are_named(arguments: list[str], passed_on: list[str]) -> None:
+    assert gpu_suite.with_tests(arguments) == passed_on
+
+
 def test_the_doctor_the_tests_and_a_summary_with_each_reason_come_in_this_order(
     a_gpu: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -154,6 +154,8 @@ def _refuse_device(name: str) -> list[str]:
             "Triton compiles for GPUs; pass backend='torch', or, for tests, set TRITON_INTERPRET=1 before anything "
             "imports triton"
         ]
+    if not name.startswith("cuda"):
+        return [f"Triton compiles for GPUs, and {name} is none; pass 'torch'"]
     if torch.version.hip is None:
         if not torch.cuda.is_available():
             return [

@@ -476,6 +476,28 @@ def test_decode_takes_what_is_just_inside_its_limits(native_bf16):
             pa_decode(**call | {"work_plan": plan_of(call["context_lengths"], query_length=9)})
 
 
+def test_scales_per_token_may_end_in_a_dimension_of_1(double):
+    call = valid_call(double, scales="per_token")
+    pa_decode(**call | {name: call[name][..., None] for name in ("key_scale", "value_scale")})
+    assert_right(call)
+    two = torch.ones(1, 1, 2)
+    with pytest.raises(ValueError, match="blocks, kv, page"):
+        pa_decode(**call | {"key_scale": two, "value_scale": two})
+
+
+def test_head_dims_of_bf16_caches_are_multiples_of_64(double):
+    call = valid_call(double, kv="bf16")
+    with pytest.raises(NotImplementedError, match="head_dim=96"):
+        pa_decode(**call | {name: call[name].repeat(1, 1, 2)[..., :96] for name in ("query", "output")})
+
+
+def test_early_generations_decode_windows_with_a_plan():
+    with aiter_double(generation="G1c", num_cu=8) as double:
+        call = valid_call(double, sliding_window=100)
+        pa_decode(**call)
+        assert_right(call)
+
+
 def test_an_fp8_and_a_bf16_cache_have_tiles_of_their_own(double):
     for kv in ("fp8", "bf16"):
         pa_decode(**valid_call(double, kv=kv))
@@ -535,8 +557,11 @@ def test_gfx1250_came_with_mandatory_plans():
 
 def test_the_larger_cache_decides_about_wide_addresses():
     with aiter_double(num_cu=8, device_type="meta") as double:
-        for num_pages, is_wide in ((2**21, True), (2**21 - 1, False)):  # of 1024 bytes
-            call = valid_call(double, (17,), device="meta")
+        for kv, num_pages, is_wide in (
+            *(("fp8", 2**21, True), ("fp8", 2**21 - 1, False)),  # of 1024 bytes
+            *(("bf16", 2**20, True), ("bf16", 2**20 - 1, False)),
+        ):
+            call = valid_call(double, (17,), kv=kv, device="meta")
             for name, pages in (("key_cache", num_pages), ("value_cache", 1)):
                 shape = (pages, *call[name].shape[1:])
                 call[name] = torch.empty(shape, dtype=call[name].dtype, device="meta")
@@ -1269,6 +1294,10 @@ def test_nhd_caches_are_taken_where_the_library_says_so():
                     pa_decode(**call | {name: cache})
         with pytest.raises(ValueError, match="finite and positive"):
             pa_decode(**call | {"key_scale": 0.0, "value_scale": 1.0})
+        with pytest.raises(ValueError, match="finite and positive"):
+            pa_decode(**call | {"key_scale": 1.0, "value_scale": float("inf")})
+        with pytest.raises(NotImplementedError, match="NHD"):
+            pa_decode(**call | {name: call[name][..., :128] for name in ("query", "output")})
     with aiter_double(arch="gfx1250", num_cu=8, optional=optional) as double:
         with pytest.raises(NotImplementedError, match="NHD"):
             pa_decode(**valid_call(double, query_length=2, **shape))

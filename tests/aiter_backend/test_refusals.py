@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from planlife import BackendUnavailableError, CapacityLadder, ConfigError, PlanManager, PlanSpec, Step
-from planlife.backends import aiter_backend
 from planlife.backends.aiter_backend import AiterBackend, architecture_of
 from planlife.configuration import DeviceMeant
 from planlife.testing.aiter_machine import aiter_machine
@@ -231,7 +230,7 @@ def test_an_architecture_that_a_library_does_not_serve_is_told_in_its_own_words(
 
 def test_where_nobody_can_be_asked_the_known_limits_decide():
     """A device without room for one call, or one that is only meant."""
-    gpu = FakeDevice("cuda:0", 304)
+    gpu = FakeDevice("cuda:63", 304)
     assert list(backend_on("gfx942").refuse_spec(BF16, gpu)) == []
     (reason,) = backend_on("gfx942").refuse_spec(replace(BF16, page_size=32), gpu)
     assert "not of 32" in reason
@@ -277,17 +276,16 @@ def test_an_impossible_site_is_refused_at_start_up_unless_something_else_takes_i
             assert ("not of 32" in plan.reason) == enabled
 
 
-def test_auto_takes_aiter_before_triton_and_only_where_it_serves_every_site(monkeypatch):
-    install(monkeypatch, RecordingAiter().module())
-    monkeypatch.setattr(aiter_backend, "architecture_of", lambda device: "gfx942")
-    gpu = FakeDevice("cuda:0", 304)
-    gpu_options = {"ladder": CapacityLadder([2]), "device": gpu}
-    with PlanManager(BF16, **gpu_options) as manager:
-        assert manager.report().backend == "aiter"
-    with PlanManager({"a": BF16, "b": replace(BF16, page_size=32)}, **gpu_options) as manager:
-        assert manager.report().backend != "aiter"
-    with PlanManager(BF16, ladder=CapacityLadder([2]), device="cpu") as manager:
-        assert manager.report().backend == "torch"
+def test_auto_takes_aiter_before_the_others_and_only_where_it_serves_every_site():
+    ladder = CapacityLadder([2])
+    with aiter_machine("gfx942", device_type="meta", num_cu=304):
+        gpu_options = {"ladder": ladder, "device": FakeDevice("meta", 304)}
+        with PlanManager(BF16, **gpu_options) as manager:
+            assert manager.report().backend == "aiter"
+        with PlanManager({"a": BF16, "b": replace(BF16, page_size=32)}, **gpu_options) as manager:
+            assert manager.report().backend != "aiter"
+        with PlanManager(BF16, ladder=ladder, device="cpu") as manager:
+            assert manager.report().backend == "torch"
 
 
 def test_a_backend_over_an_aiter_that_is_not_there_is_not_made(monkeypatch):
