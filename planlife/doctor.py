@@ -5,7 +5,6 @@ Every question to the machine goes through `Machine`, and one that raises become
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import re
@@ -427,7 +426,7 @@ def _platform(torch: Any) -> str:
 
 def _aiter_conditions(spec: PlanSpec, ladder: CapacityLadder) -> tuple[str, ...]:
     # Imported here: it needs torch, which may be what is missing.
-    from .backends.aiter_backend import MAX_PLAN_ROWS, most_reducer_rows
+    from .backends.aiter_backend import MAX_PLAN_ROWS, default_softmax_scale, most_reducer_rows
 
     conditions = []
     segments = [f"{rows} in {-(-rows // MAX_PLAN_ROWS)}" for rows in ladder.classes if rows > MAX_PLAN_ROWS]
@@ -441,7 +440,7 @@ def _aiter_conditions(spec: PlanSpec, ladder: CapacityLadder) -> tuple[str, ...]
             f"pass backend=AiterBackend(max_plan_rows={most}), which makes segments"
         )
     conditions.append(
-        f"softmax_scale is compiled in as {1 / math.sqrt(spec.head_dim)} (1/sqrt(head_dim)), and calls with another "
+        f"softmax_scale is compiled in as {default_softmax_scale(spec)} (1/sqrt(head_dim)), and calls with another "
         "one are refused: pass backend=AiterBackend(softmax_scales=[...]) where the model has others"
     )
     conditions.append("calls with lse= are refused: aiter gives no log-sum-exps, backend='triton' does")

@@ -368,7 +368,7 @@ class AiterDouble:
                 made[name] = _bound(function, signature, name)
         return made
 
-    def modules(self) -> dict[str, dict[str, Any]]:
+    def _contents(self) -> dict[str, dict[str, Any]]:
         """Module name -> what is in it."""
         if self.generation == "pypi":
             return {"aiter": dict.fromkeys(("aiter", "anext", "azip"), _stranger)}
@@ -415,7 +415,7 @@ class _Finder(MetaPathFinder, Loader):
 
     def __init__(self, double: AiterDouble) -> None:
         self._double = double
-        self._modules = double.modules()
+        self._modules = double._contents()
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname not in self._modules:
