@@ -10,15 +10,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
-from .aiter_library import (
-    DECODE_KEYWORDS,
-    DECODE_POSITIONALS,
-    DEFINING_MODULE,
-    PLAN_KEYWORDS,
-    AiterLibrary,
-    parameters_of,
-)
+from .aiter_library import DECODE_KEYWORDS, DECODE_POSITIONALS, DEFINING_MODULE, PLAN_KEYWORDS, AiterLibrary
 
 #: What the first generation with mandatory plans takes; more is newer.
 _KNOWN_OF_DECODE = {*DECODE_POSITIONALS, *DECODE_KEYWORDS, "context_partition_size", "query_scale", "alibi_slopes"}
@@ -100,11 +94,11 @@ def tell_generation(module: ModuleType, library: AiterLibrary | None) -> AiterGe
     newer_names = tuple(
         name
         for name in NEWER_NAMES
-        if callable(getattr(module, name, None)) or (name == "max_batch_size" and name in parameters_of(plan))
+        if callable(getattr(module, name, None)) or (name == "max_batch_size" and name in _parameters(plan))
     )
     planner, planner_sign = _planner(module, plan)
     if callable(plan) and callable(decode):
-        name, sign = _tell(parameters_of(plan), parameters_of(decode), newer_names, planner)
+        name, sign = _tell(_parameters(plan), _parameters(decode), newer_names, planner)
         signs = [sign, planner_sign if name in ("G2", "G3") else ""]
     else:
         name = ""
@@ -170,3 +164,10 @@ def _place(module: ModuleType) -> str:
         return str(file)
     loader = getattr(module, "__loader__", None)
     return f"no file, brought by {type(loader).__module__}" if loader is not None else "no file"
+
+
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}

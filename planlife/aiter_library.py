@@ -157,7 +157,7 @@ def read(module: ModuleType) -> Probe:
 
 def _older(decode: Callable[..., Any]) -> list[str]:
     """Why this pa_decode is of before plans were mandatory."""
-    parameters = parameters_of(decode)
+    parameters = _parameters(decode)
     found = [name for name in _BEFORE_PLANS_WERE_MANDATORY if name in parameters]
     work_plan = parameters.get("work_plan")
     if found or (work_plan is not None and work_plan.default is not inspect.Parameter.empty):
@@ -166,8 +166,7 @@ def _older(decode: Callable[..., Any]) -> list[str]:
     return []
 
 
-def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
-    """Of what may be no function, or one that does not tell: none."""
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -176,7 +175,7 @@ def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
 
 def _misfits(name: str, function: Callable[..., Any], positionals: Sequence[str], keywords: Sequence[str]) -> list[str]:
     """Why a function cannot be called as planlife calls it. More parameters are fine while they have defaults."""
-    parameters = parameters_of(function)
+    parameters = _parameters(function)
     by_name = {
         one.name
         for one in parameters.values()

@@ -18,8 +18,7 @@ import torch
 from planlife import CapacityLadder, ConfigError, PlanSpec, RouteError, Step
 from planlife.backends import aiter_backend
 from planlife.backends.aiter_backend import AiterBackend
-from planlife.testing import row_errors
-from tests.aiter_backend.packed_world import ROW_BOUND, PackedWorld
+from tests.aiter_backend.packed_world import PackedWorld
 from tests.aiter_backend.recording_aiter import RecordingAiter
 
 BF16 = PlanSpec(8, 2, 64, 16, max_context_tokens=600, kv_layout="packed", workgroup_budget=24)
@@ -420,7 +419,7 @@ def test_threads_that_decode_one_plan_with_different_row_counts_get_their_own_ro
         found = dict(zip(range(3, 9), threads.map(decode, range(3, 9)), strict=True))
     for rows, outputs in found.items():
         for output in outputs:
-            assert (row_errors(output, expected[:rows]) <= ROW_BOUND).all()
+            torch.testing.assert_close(output, expected[:rows], rtol=2e-2, atol=2e-3)
 
 
 def test_what_aiter_cannot_compile_is_refused_when_a_class_is_minted(make_world, aiter):
