@@ -10,9 +10,16 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
-from .aiter_library import DECODE_KEYWORDS, DECODE_POSITIONALS, DEFINING_MODULE, PLAN_KEYWORDS, AiterLibrary
+from .aiter_library import (
+    DECODE_KEYWORDS,
+    DECODE_POSITIONALS,
+    DEFINING_MODULE,
+    PLAN_KEYWORDS,
+    AiterLibrary,
+    attribute_of,
+    parameters_of,
+)
 
 #: What the first generation with mandatory plans takes; more is newer.
 _KNOWN_OF_DECODE = {*DECODE_POSITIONALS, *DECODE_KEYWORDS, "context_partition_size", "query_scale", "alibi_slopes"}
@@ -90,15 +97,15 @@ def imported_generation(library: AiterLibrary | None) -> AiterGeneration | None:
 
 def tell_generation(module: ModuleType, library: AiterLibrary | None) -> AiterGeneration:
     """Of a defining module that was imported, and what planlife can call of it. Raises nothing."""
-    plan, decode = (getattr(module, name, None) for name in ("plan_pa_decode", "pa_decode"))
+    plan, decode = (attribute_of(module, name) for name in ("plan_pa_decode", "pa_decode"))
     newer_names = tuple(
         name
         for name in NEWER_NAMES
-        if callable(getattr(module, name, None)) or (name == "max_batch_size" and name in _parameters(plan))
+        if callable(attribute_of(module, name)) or (name == "max_batch_size" and name in parameters_of(plan))
     )
     planner, planner_sign = _planner(module, plan)
     if callable(plan) and callable(decode):
-        name, sign = _tell(_parameters(plan), _parameters(decode), newer_names, planner)
+        name, sign = _tell(parameters_of(plan), parameters_of(decode), newer_names, planner)
         signs = [sign, planner_sign if name in ("G2", "G3") else ""]
     else:
         name = ""
@@ -153,21 +160,14 @@ def _planner(module: ModuleType, plan: object) -> tuple[str, str]:
     """(planner, sign): looked for in the module and in the one that defines plan_pa_decode."""
     defined_in = sys.modules.get(str(getattr(plan, "__module__", "")))
     for name, planner in _PLANNERS.items():
-        if hasattr(module, name) or hasattr(defined_in, name):
+        if attribute_of(module, name) is not None or attribute_of(defined_in, name) is not None:
             return planner, f"{name} is its planner's kernel"
     return "", ""
 
 
 def _place(module: ModuleType) -> str:
-    file = getattr(module, "__file__", None)
+    file = attribute_of(module, "__file__")
     if file:
         return str(file)
-    loader = getattr(module, "__loader__", None)
+    loader = attribute_of(module, "__loader__")
     return f"no file, brought by {type(loader).__module__}" if loader is not None else "no file"
-
-
-def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return {}

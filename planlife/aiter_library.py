@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module, util
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -92,6 +94,10 @@ def _find() -> tuple[ModuleType | None, str]:
     module = sys.modules.get(DEFINING_MODULE)
     if module is not None:
         return module, ""
+    for name in accumulate(DEFINING_MODULE.split("."), "{}.{}".format):
+        if sys.modules.get(name, name) is None:
+            blocked = f"importing {name} is blocked in this process (sys.modules[{name!r}] is None)"
+            return None, f"{blocked}: take that entry away, {_OTHERWISE}"
     if "aiter" not in sys.modules:
         spec = util.find_spec("aiter")
         if spec is None:
@@ -106,13 +112,16 @@ def _find() -> tuple[ModuleType | None, str]:
     try:
         # Not `import a.b.c as m`, which takes an attribute of the package.
         return import_module(DEFINING_MODULE), ""
-    except Exception as error:  # a library that cannot start may raise anything
+    except (Exception, SystemExit) as error:  # a library that cannot start may raise anything, or want to exit
         if isinstance(error, ModuleNotFoundError) and error.name == _ROCMS_PACKAGE:
             return None, _not_rocms(getattr(sys.modules.get("aiter"), "__file__", None))
-        repair = "pip install 'planlife[rocm]'" if "flydsl" in str(error).lower() else "repair that"
-        return None, (
-            f"{DEFINING_MODULE} cannot be imported here ({type(error).__name__}: {error}): {repair}, {_OTHERWISE}"
-        )
+        return None, _cannot_start("imported", error)
+
+
+def _cannot_start(what: str, error: BaseException) -> str:
+    # As a package of its own: aiter's modules and folders of that name are in most messages.
+    repair = "pip install 'planlife[rocm]'" if re.search(r"(?<![./\\\w])flydsl\b", str(error), re.I) else "repair that"
+    return f"{DEFINING_MODULE} cannot be {what} here ({type(error).__name__}: {error}): {repair}, {_OTHERWISE}"
 
 
 def _not_rocms(origin: str | None) -> str:
@@ -126,12 +135,16 @@ def _not_rocms(origin: str | None) -> str:
 def read(module: ModuleType) -> Probe:
     """The library in an imported module, or everything that planlife misses in it."""
     names = ("plan_pa_decode", "pa_decode", "PADecodePlan")
-    missing = [name for name in names if not callable(getattr(module, name, None))]
+    try:
+        found: list[Any] = [getattr(module, name, None) for name in names]
+    except Exception as error:  # a name that is exported lazily imports what it needs
+        return Probe(None, (_cannot_start("read", error),))
+    missing = [name for name, one in zip(names, found, strict=True) if not callable(one)]
     if missing:
-        fork = [name for name in ("flydsl_pa_decode", "make_pa_decode_plan") if hasattr(module, name)]
+        fork = [name for name in ("flydsl_pa_decode", "make_pa_decode_plan") if attribute_of(module, name) is not None]
         kind = f": it has {', '.join(fork)} instead, as a fork does" if fork else ", so it is too old for work plans"
         return Probe(None, (f"the aiter here has no {', '.join(missing)}{kind}; {_UPGRADE}, {_OTHERWISE}",))
-    plan, decode, plan_type = (getattr(module, name) for name in names)
+    plan, decode, plan_type = found
     reasons = [
         *_misfits("plan_pa_decode", plan, ("context_lengths", "num_kv_heads"), PLAN_KEYWORDS),
         *(_older(decode) or _misfits("pa_decode", decode, DECODE_POSITIONALS, DECODE_KEYWORDS)),
@@ -141,7 +154,7 @@ def read(module: ModuleType) -> Probe:
         return Probe(None, tuple(f"{reason}, {_OTHERWISE}" for reason in reasons))
 
     def optional(name: str, positionals: Sequence[str], keywords: Sequence[str]) -> Callable[..., Any] | None:
-        function = getattr(module, name, None)
+        function = attribute_of(module, name)
         return function if callable(function) and not _misfits(name, function, positionals, keywords) else None
 
     library = AiterLibrary(
@@ -157,7 +170,7 @@ def read(module: ModuleType) -> Probe:
 
 def _older(decode: Callable[..., Any]) -> list[str]:
     """Why this pa_decode is of before plans were mandatory."""
-    parameters = _parameters(decode)
+    parameters = parameters_of(decode)
     found = [name for name in _BEFORE_PLANS_WERE_MANDATORY if name in parameters]
     work_plan = parameters.get("work_plan")
     if found or (work_plan is not None and work_plan.default is not inspect.Parameter.empty):
@@ -166,16 +179,25 @@ def _older(decode: Callable[..., Any]) -> list[str]:
     return []
 
 
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def attribute_of(module: object, name: str) -> Any:
+    """What a module has under that name; None where it has nothing, or where that cannot be had."""
+    try:
+        return getattr(module, name, None)
+    except Exception:  # a lazy export raises whatever its own import does
+        return None
+
+
+def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
+    """By name; none where they cannot be read."""
     try:
         return inspect.signature(function).parameters
-    except (TypeError, ValueError):
+    except Exception:  # of an object with a __signature__ of its own, anything
         return {}
 
 
 def _misfits(name: str, function: Callable[..., Any], positionals: Sequence[str], keywords: Sequence[str]) -> list[str]:
     """Why a function cannot be called as planlife calls it. More parameters are fine while they have defaults."""
-    parameters = _parameters(function)
+    parameters = parameters_of(function)
     by_name = {
         one.name
         for one in parameters.values()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -276,10 +278,16 @@ def doctor(
     from .sites import DEFAULT_SITES, read_sites
 
     sites = DEFAULT_SITES if sites_path is None else read_sites(sites_path)
-    found = diagnose(sites, device=device, backend=backend, fallback=fallback, ubatches=ubatches)
+    with _only_ours(as_json):
+        found = diagnose(sites, device=device, backend=backend, fallback=fallback, ubatches=ubatches)
     print(found.to_json() if as_json else found)  # click.echo loses letters that the terminal does not have
     if found.refused:
         ctx.exit(1)
+
+
+def _only_ours(as_json: bool) -> AbstractContextManager[object]:
+    """Where JSON is printed: what the libraries say that are imported meanwhile goes to stderr."""
+    return redirect_stdout(sys.stderr) if as_json else nullcontext()
 
 
 def _console() -> Console:
@@ -315,7 +323,8 @@ def estimate_bytes(sites_path: str | None, backend: str, num_compute_units: int,
     from .sites import DEFAULT_SITES, read_sites
 
     sites = DEFAULT_SITES if sites_path is None else read_sites(sites_path)
-    found = estimate(sites, ubatches=ubatches, backend=backend, num_compute_units=num_compute_units)
+    with _only_ours(as_json):
+        found = estimate(sites, ubatches=ubatches, backend=backend, num_compute_units=num_compute_units)
     if as_json:
         click.echo(found.to_json())
         return
@@ -449,7 +458,7 @@ def bench_device(backend: str, device: str, as_json: bool) -> None:
     from .bench_device import measure_device
 
     terminal = Console(stderr=True)
-    with terminal.status("starting") as status:
+    with terminal.status("starting") as status, _only_ours(as_json):
         report = measure_device(backend=backend, device=device, progress=status.update)
     if as_json:
         click.echo(json.dumps(report.to_dict(), indent=2))
@@ -516,7 +525,7 @@ def precision(ctx: click.Context, backend: str, device: str, with_splits: bool, 
     terminal = Console(stderr=True)
     # A figure that is cut off for want of columns says nothing.
     console = Console(markup=False, highlight=False, width=max(terminal.width, _WIDE_COLUMNS))
-    with progress_bar(terminal) as bar:
+    with progress_bar(terminal) as bar, _only_ours(as_json):
         task = bar.add_task("starting", total=None)
         report = measure_precision(
             backend=backend,

@@ -47,11 +47,19 @@ class BackendUnavailableError(PlanlifeError, ImportError):
     """A backend or device was asked for by name and cannot be used here."""
 
 
+#: Of a value in a message: a block table that is a list would fill a log.
+_MOST_LETTERS = 200
+
+
 def is_tensor(value: object) -> bool:
     """Whether this is a tensor, told without torch. A numpy array or number, which has a device too, is none."""
     return hasattr(value, "device") and hasattr(value, "stride")
 
 
 def shown(value: object) -> str:
-    """A value as a message names it; a tensor by its device, because printing it would read it back."""
-    return f"a tensor on {value.device}" if is_tensor(value) else f"{value!r} ({type(value).__name__})"  # type: ignore[attr-defined]
+    """A value as a message names it, cut off where it is long; a tensor by its device: printing would read it back."""
+    if is_tensor(value):
+        return f"a tensor on {value.device}"  # type: ignore[attr-defined]
+    text = repr(value)
+    text = text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
+    return f"{text} ({type(value).__name__})"

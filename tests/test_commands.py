@@ -286,6 +286,19 @@ def test_doctor_and_estimate_print_one_json_object_where_that_is_wanted(sites_fi
     assert estimated["min_budget_bytes"] == found["min_budget_bytes"]
 
 
+def test_what_a_library_prints_while_it_is_imported_is_no_part_of_the_json(tmp_path):
+    """ROCm's aiter tells of its own imports."""
+    for name in ("aiter", "aiter/ops", "aiter/ops/flydsl"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("print('[aiter] import')")
+    (tmp_path / "aiter/ops/flydsl/pa_decode.py").write_text("")
+    main = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from planlife.cli import main; main()"
+    for arguments in (["doctor", "--device", "cpu"], ["estimate", "--backend", "aiter"]):
+        run = run_python("-c", main, *arguments, "--json")
+        assert "[aiter] import" in run.stderr
+        assert "[aiter]" not in run.stdout and (not run.stdout or json.loads(run.stdout))
+
+
 def test_doctor_prints_gpus_nodes_and_lines_whole_whatever_the_width(monkeypatch):
     found = doctor.diagnose(DEFAULT_SITES, device="cpu")
     gpu = doctor.Gpu(0, "5", "AMD Instinct MI300X", "gfx942", 304, 192 << 30, None, "0000:05:00.0", None)

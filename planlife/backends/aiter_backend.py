@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
@@ -33,6 +34,8 @@ MAX_REDUCER_INDICES = 2**30
 
 #: Scales that are the same number in float32 are one kernel: the first that was given is passed.
 _SAME_FLOAT32 = 1e-7
+#: What a kernel can have a scale as: in float32, others are 0 or inf.
+_LEAST_SCALE, _MOST_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _WORD_BYTES = 4
 
 
@@ -114,6 +117,7 @@ class AiterPlan(TorchPlan):
         "plan_type",
         "q_dtype",
         "query_length",
+        "sink_dtypes",
         "sliding_window",
         "softmax_scales",
         "value_word",
@@ -133,6 +137,7 @@ class AiterPlan(TorchPlan):
         self.q_dtype = getattr(torch, spec.q_dtype)
         self.compute_type = getattr(torch, spec.kv_dtype)  # aiter's default is bfloat16, for every cache
         self.query_length, self.sliding_window = spec.query_length, spec.sliding_window
+        self.sink_dtypes = _sink_dtypes(spec)
         self.max_tokens, self.page_size = spec.max_context_tokens, spec.page_size
         self.max_columns = -(-spec.max_context_tokens // spec.page_size)
         self.softmax_scales = {scale: scale for scale in softmax_scales}
@@ -158,19 +163,21 @@ class AiterPlan(TorchPlan):
         )
 
 
+def _sink_dtypes(spec: PlanSpec) -> tuple[torch.dtype, ...]:
+    """Those that are compiled: aiter's reducer is another one for each."""
+    return tuple(dict.fromkeys((getattr(torch, spec.q_dtype), torch.float32)))
+
+
 def _check_scales(scales: Any) -> tuple[float, ...]:
     """As Python's floats, which aiter's keys of compiled code hold. Raises ConfigError."""
     if not isinstance(scales, Iterable):
         raise ConfigError(f"softmax_scales must be a sequence of numbers, such as [0.0625], got {scales!r}.")
     found = []
     for scale in scales:
-        try:
-            number = float(scale) if isinstance(scale, Real) and not isinstance(scale, bool) else math.nan
-        except OverflowError:
-            number = math.inf
-        if not 0 < number < math.inf:
-            raise ConfigError(f"softmax_scales must be numbers on the host, finite and > 0, got {scale!r}.")
-        found.append(number)
+        is_number = isinstance(scale, Real) and not isinstance(scale, bool)
+        if not (is_number and _LEAST_SCALE <= scale <= _MOST_SCALE):
+            raise ConfigError(f"softmax_scales must be numbers on the host, finite and > 0 in float32, got {scale!r}.")
+        found.append(float(scale))
     return tuple(dict.fromkeys(found))
 
 
@@ -249,9 +256,9 @@ class AiterBackend:
                 except Exception as error:  # whatever a library raises is its answer
                     says = f"{type(error).__name__}: {error}"
                 else:
-                    if is_served or can_use is None:
+                    if is_served is True or can_use is None:
                         return ""
-                    says = "without a reason"
+                    says = "without a reason" if is_served is False else f"it answers {is_served!r}"
         # Which texts read BF16 caches, and where, no signature tells.
         fp8 = FP8_OF_ARCHITECTURE.get(architecture) if spec.kv_dtype == "bfloat16" else None
         way_out = f"make the cache {fp8}, " if fp8 else ""
@@ -264,10 +271,10 @@ class AiterBackend:
         return ()
 
     def default_workgroup_budget(self, spec: PlanSpec, device: Any) -> int:
-        if self._library.workgroup_budget is None or isinstance(device, DeviceMeant):
-            return default_workgroup_budget(device.num_compute_units)
-        return int(
-            self._library.workgroup_budget(
+        budget = None
+        if self._library.workgroup_budget is not None and not isinstance(device, DeviceMeant):
+            budget = _count_by(
+                self._library.workgroup_budget,
                 torch.device(device.name),
                 kv_dtype=getattr(torch, spec.kv_dtype),
                 head_dim=spec.head_dim,
@@ -276,7 +283,7 @@ class AiterBackend:
                 query_group_size=spec.group_size,
                 sliding_window=spec.sliding_window,
             )
-        )
+        return budget or default_workgroup_budget(device.num_compute_units)
 
     def excluded(self, device: Any) -> Mapping[str, str]:
         return {}
@@ -387,6 +394,12 @@ class AiterBackend:
                 "aiter's pa_decode gives no log-sum-exps, and this call asks for lse. Call it without, or give the "
                 "manager backend='triton'."
             )
+        if sinks is not None and sinks.dtype not in tables.sink_dtypes:
+            compiled = " and ".join(map(str, tables.sink_dtypes))
+            raise ConfigError(
+                f"sinks' dtype is {sinks.dtype}, and aiter's reducer was compiled for {compiled}. Convert them once, "
+                "when the model is loaded."
+            )
         known_scale = tables.softmax_scales.get(softmax_scale)
         if known_scale is None:
             known_scale = _known_scale(tables, softmax_scale)
@@ -397,7 +410,7 @@ class AiterBackend:
         if num_table_rows != num_rows:
             num_rows = min(num_rows, num_table_rows)
             if not num_rows:  # a segment behind the last row that has tables
-                output.zero_()
+                _zero(output)
                 return
             block_tables = block_tables[:num_rows]
         call = tables.call
@@ -418,14 +431,23 @@ class AiterBackend:
                 known_scale, key_scale, value_scale, sinks,
             )  # fmt: skip
         except (TypeError, ValueError, NotImplementedError) as error:  # its host checks, before anything is launched
-            raise ConfigError(f"aiter's pa_decode refuses this call: {error}. Nothing was launched.") from error
+            raise ConfigError(
+                f"aiter's pa_decode refuses this call: {error}. Nothing was launched. Pass what it asks for, or give "
+                "the manager backend='triton'."
+            ) from error
         if behind is not None:
-            behind.zero_()
+            _zero(behind)
 
     def sanitize(
         self, tables: AiterPlan, context_lens: torch.Tensor, num_rows: int, flags: torch.Tensor, max_tokens: int
     ) -> None:
         count_differences(tables, context_lens, num_rows, flags, max_tokens, tables.emptied[0] == 0)
+
+
+def _zero(output: torch.Tensor) -> None:
+    """Whatever mode it was made in: to aiter's kernels, which write the rest of it, that is all one."""
+    with torch.inference_mode():
+        output.zero_()
 
 
 def _architecture_by_torch(device: Any) -> str:
@@ -467,6 +489,18 @@ def _call(
     )  # fmt: skip
 
 
+def _count_by(function: Callable[..., Any], *args: Any, **keywords: Any) -> int | None:
+    """What one of the newer functions counts; None where it gives no count >= 1.
+
+    They are called as announced, and what is released may answer otherwise, or not for every shape.
+    """
+    try:
+        count = operator.index(function(*args, **keywords))
+    except Exception:  # whatever a library raises, nobody is stopped by a number that was only better
+        return None
+    return count if count >= 1 else None
+
+
 class _EndOfHostChecks(Exception):
     """Everything that pa_decode checks of a site, it has checked."""
 
@@ -501,6 +535,9 @@ def _on_device(tables: AiterPlan, key_scale: Any, value_scale: Any) -> tuple[tor
     A number is written into the plan's own words by each call, in the order of its launches: layers may differ. What
     the words hold is not remembered: a graph may write them unseen, and who sleeps and wakes a GPU loses them.
     """
+    for what, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
+        if not (isinstance(scale, torch.Tensor) or _LEAST_SCALE <= scale <= _MOST_SCALE):
+            raise ConfigError(f"{what} is {scale}, and aiter takes float32, in which that is not finite and > 0.")
     if not isinstance(key_scale, torch.Tensor):
         word = tables.key_word.fill_(float(key_scale))
         if not isinstance(value_scale, torch.Tensor) and value_scale == key_scale:
@@ -514,7 +551,8 @@ def _on_device(tables: AiterPlan, key_scale: Any, value_scale: Any) -> tuple[tor
 def _check_strides(query: torch.Tensor, output: torch.Tensor) -> None:
     """aiter reads and writes 16-bit rows by 4-byte words, and does not check that they start at one."""
     for what, tensor in (("query", query), ("output", output)):
-        if any(stride % 2 for stride in tensor.stride()[:-1]):
+        # The stride of a single row, or of a single head, is never taken.
+        if any(stride % 2 for extent, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False) if extent > 1):
             raise ConfigError(
                 f"{what}'s strides are {list(tensor.stride())}: aiter reads rows by 4-byte words, so that all but the "
                 "last must be even. Pass a contiguous one."
@@ -596,7 +634,8 @@ def _refuse_nhd(library: AiterLibrary, spec: PlanSpec, architecture: str, device
             "this aiter reads no kv_layout='nhd' (it has no pa_decode_nhd_max_query_length); use 'packed', upgrade "
             "aiter, or pass 'triton'"
         ]
-    longest = library.nhd_max_query_length(
+    longest = _count_by(
+        library.nhd_max_query_length,
         device,
         kv_dtype=getattr(torch, spec.kv_dtype),
         head_dim=spec.head_dim,
@@ -640,7 +679,7 @@ class _Sample:
             if spec.scales != "none":
                 shapes.append((1, heads, dim, page))
         self._key_cache, *self.value_caches = (zeros(*shape, dtype=kv_dtype) for shape in shapes)
-        self.sinks = [None, *(zeros(spec.num_q_heads, dtype=one) for one in dict.fromkeys((q_dtype, torch.float32)))]
+        self.sinks = [None, *(zeros(spec.num_q_heads, dtype=one) for one in _sink_dtypes(spec))]
         self.scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         if spec.scales != "none":
             shape = (1,) if spec.scales == "per_tensor" else (1, heads, page)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import re
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,6 +19,7 @@ import torch
 from planlife import CapacityLadder, ConfigError, PlanSpec, RouteError, Step
 from planlife.backends import aiter_backend
 from planlife.backends.aiter_backend import AiterBackend
+from planlife.testing.aiter_machine import aiter_machine
 from tests.aiter_backend.packed_world import PackedWorld
 from tests.aiter_backend.recording_aiter import RecordingAiter
 
@@ -228,6 +230,24 @@ def test_scales_that_are_tensors_are_passed_as_they_are(make_world, aiter):
     assert aiter.decodes[-1]["value_scale"].dtype is torch.float32
 
 
+@pytest.mark.parametrize("name", ["key_scale", "value_scale"])
+def test_a_scale_that_float32_does_not_hold_is_refused_before_anything_is_written(make_world, aiter, name):
+    """As a word on the device it would be inf, or 0."""
+    world = make_world(FP8)
+    plan = world.plan(LENS)
+    words = plan.native.key_word, plan.native.value_word
+    for word in words:
+        word.fill_(7)
+    num_calls = len(aiter.decodes)
+    for number in (1e39, 10**40, 1e-46):
+        with pytest.raises(ConfigError, match=rf"{name} is {re.escape(str(number))}, and .* float32, .* not finite"):
+            world.decode(plan, **{"key_scale": 0.5, "value_scale": 0.5, name: number})
+    assert len(aiter.decodes) == num_calls and [word.item() for word in words] == [7, 7]
+    for number in (1e-37, 3.4e38, np.float32(3)):  # positive control
+        world.decode(plan, **{"key_scale": 0.5, "value_scale": 0.5, name: number})
+        assert aiter.decodes[-1][name].item() == np.float32(number)
+
+
 def test_numbers_that_are_equal_are_written_once(make_world, aiter):
     world = make_world(FP8)
     plan = world.plan(LENS)
@@ -256,7 +276,8 @@ def test_aiters_own_refusal_of_a_call_is_told_and_nothing_else_is_caught(make_wo
     world = make_world()
     plan = world.plan(LENS)
     aiter.refusal = ValueError("key_cache must be contiguous")
-    with pytest.raises(ConfigError, match="aiter's pa_decode refuses this call: key_cache must be contiguous"):
+    refusal = "aiter's pa_decode refuses this call: key_cache must be contiguous.*or give the manager backend='triton'"
+    with pytest.raises(ConfigError, match=refusal):
         world.decode(plan)
     aiter.refusal = RuntimeError("device lost")
     with pytest.raises(RuntimeError, match="device lost"):
@@ -276,6 +297,42 @@ def test_odd_strides_which_aiter_does_not_check_are_refused(make_world, aiter):
     assert len(aiter.decodes) == num_calls
     world.query = torch.zeros(4, 8, 66, dtype=torch.bfloat16)[..., :64]  # positive control
     world.assert_right(world.decode(plan))
+
+
+@pytest.mark.parametrize("what", ["query", "output"])
+@pytest.mark.parametrize(
+    ("heads", "rows", "strides"), [(8, 1, (1025, 128, 1)), (8, 1, (1041, 130, 1)), (1, 3, (128, 131, 1))], ids=str
+)
+def test_strides_that_are_never_taken_may_be_odd(heads, rows, strides, what):
+    """Of a single row, or of a single head: neither wrapper nor library has anything against them."""
+    spec = replace(BF16, num_q_heads=heads, num_kv_heads=1, head_dim=128)
+    with aiter_machine("gfx942") as double:
+        world = PackedWorld(spec, AiterBackend())
+        view = torch.zeros(5000, dtype=torch.bfloat16).as_strided((rows, heads, 128), strides)
+        plan, num_calls = world.plan([30] * rows), double.decodes
+        expected = world.expected(rows)
+        setattr(world, what, view.copy_(world.query[:rows]) if what == "query" else view)
+        torch.testing.assert_close(world.decode(plan), expected, rtol=2e-2, atol=2e-3)
+        assert double.decodes == num_calls + 1
+        world.manager.close()
+
+
+@pytest.mark.parametrize(("q_dtype", "other"), [("bfloat16", torch.float16), ("float16", torch.bfloat16)])
+def test_sinks_of_a_dtype_that_is_not_compiled_are_refused_before_anything_compiles(q_dtype, other):
+    """aiter's reducer is compiled for the dtype of the sinks: another one would be compiled in service."""
+    spec = replace(FP8, q_dtype=q_dtype)
+    with aiter_machine("gfx942") as double:
+        world = PackedWorld(spec, AiterBackend())
+        plan, compiles = world.plan(LENS), double.compiles
+        with pytest.raises(
+            ConfigError, match=f"sinks' dtype is {other}, .* compiled for torch.{q_dtype} and .*float32"
+        ):
+            world.decode(plan, sinks=torch.zeros(8, dtype=other))
+        assert world.output.isnan().all()
+        for sinks in (None, torch.zeros(8), torch.zeros(8, dtype=getattr(torch, q_dtype))):
+            world.assert_right(world.decode(plan, sinks=sinks), sinks=sinks)
+        assert double.compiles == compiles
+        world.manager.close()
 
 
 def test_lse_is_refused_by_name_before_anything_is_launched(make_world, aiter):
@@ -396,6 +453,32 @@ def test_what_is_made_in_inference_mode_serves_outside_of_it_and_the_other_way_r
             for rows in (3, 4):
                 output = world.decode(plan, rows=rows, key_scale=0.5, value_scale=3.0)
                 world.assert_right(output, key_scale=0.5, value_scale=3.0)
+
+
+@pytest.mark.parametrize("max_plan_rows", [4096, 2])
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_an_output_that_was_made_in_inference_mode_is_zeroed_behind_the_tables_outside_of_it(
+    is_recorded, max_plan_rows
+):
+    """The mode is a thread's own: a micro-batch's thread decodes into what another one made. Kernels do not mind."""
+    with torch.inference_mode():
+        output = torch.full((4, 8, 64), 7, dtype=torch.bfloat16)
+    with aiter_machine("gfx942"):
+        world = PackedWorld(BF16, AiterBackend(max_plan_rows), ladder=CapacityLadder([4]))
+        world.set_lens([300])
+        manager, step = world.manager, Step(world.lens[:1])
+        plan = manager.plan_for(step)
+        call = (output, world.query, world.key_cache, world.value_cache, world.tables[:1], 64**-0.5)
+        if is_recorded:
+            with manager.graph() as graph:
+                manager.pa_decode(plan, *call)
+            manager.replay(graph, step)
+            manager.release(graph)
+        else:
+            manager.pa_decode(plan, *call)
+        torch.testing.assert_close(output[:1], world.expected(1), rtol=2e-2, atol=2e-3)
+        assert output[1:].eq(0).all()
+        manager.close()
 
 
 def test_threads_that_decode_one_plan_with_different_row_counts_get_their_own_rows(make_world, aiter):

@@ -6,11 +6,13 @@ import inspect
 import sys
 from importlib import util
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from planlife import BackendUnavailableError, CapacityLadder, PlanManager, PlanSpec, aiter_library
+from planlife.aiter_generation import tell_generation
 from planlife.aiter_library import DEFINING_MODULE, probe, read
 from planlife.configuration import absence_reasons
 from tests.aiter_backend.recording_aiter import PACKAGES, RecordingAiter, install
@@ -76,6 +78,83 @@ def test_an_aiter_that_cannot_start_is_a_reason_and_not_an_exception(nothing_imp
     monkeypatch.syspath_prepend(str(folder_of(tmp_path, "ops/flydsl/pa_decode.py")))
     (reason,) = probe().reasons
     assert f"{DEFINING_MODULE} cannot be imported here (OSError: no such device)" in reason
+
+
+@pytest.mark.parametrize("statement", ["import sys; sys.exit('no GPU')", "raise SystemExit('no GPU')"])
+def test_an_aiter_that_exits_while_it_is_imported_ends_no_process(nothing_imported, monkeypatch, tmp_path, statement):
+    folder = folder_of(tmp_path, "ops/flydsl/pa_decode.py")
+    (folder / "aiter" / "__init__.py").write_text(statement)
+    monkeypatch.syspath_prepend(str(folder))
+    (reason,) = probe().reasons
+    assert "cannot be imported here (SystemExit: no GPU): repair that, or pass 'triton'" in reason
+    (folder / "aiter" / "__init__.py").write_text("raise KeyboardInterrupt")
+    probe.cache_clear()
+    with pytest.raises(KeyboardInterrupt):  # that is the user's
+        probe()
+
+
+@pytest.mark.parametrize("name", [*PACKAGES, DEFINING_MODULE])
+def test_an_aiter_whose_import_is_blocked_is_not_taken_for_another_package(nothing_imported, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    (reason,) = probe().reasons
+    assert reason.startswith(f"importing {name} is blocked in this process (sys.modules[{name!r}] is None): take")
+    assert "pass 'triton'" in reason and "pip" not in reason
+
+
+@pytest.mark.parametrize(
+    ("error", "is_flydsl"),
+    [
+        ("ImportError('flydsl >= 0.2.4 is required')", True),
+        ("ModuleNotFoundError(\"No module named 'flydsl.expr'\")", True),
+        ("ImportError('FlyDSL is too old')", True),
+        ("AttributeError(\"module 'aiter.ops.flydsl.pa_decode' has no attribute 'x'\")", False),
+        ("OSError('/opt/aiter/ops/flydsl/kernels.so: cannot open')", False),
+    ],
+)
+def test_flydsl_is_to_be_installed_only_where_it_is_what_fails(
+    nothing_imported, monkeypatch, tmp_path, error, is_flydsl
+):
+    """aiter's own modules and folders have that name too."""
+    folder = folder_of(tmp_path, "ops/flydsl/pa_decode.py")
+    (folder / "aiter" / "__init__.py").write_text(f"raise {error}")
+    monkeypatch.syspath_prepend(str(folder))
+    (reason,) = probe().reasons
+    assert ("pip install 'planlife[rocm]'" in reason, ": repair that, " in reason) == (is_flydsl, not is_flydsl)
+
+
+class Lazy(ModuleType):
+    """Exports names lazily, and cannot."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(f"flydsl is needed for {name}")
+
+
+def test_names_that_a_library_exports_lazily_and_cannot_give_are_a_reason_or_not_there():
+    lazy, whole = Lazy(DEFINING_MODULE), RecordingAiter().module()
+    library, reasons = read(lazy)
+    assert library is None
+    assert reasons == (
+        f"{DEFINING_MODULE} cannot be read here (ImportError: flydsl is needed for plan_pa_decode): pip install "
+        "'planlife[rocm]', or pass 'triton', 'torch' or 'auto'",
+    )
+    assert tell_generation(lazy, library).name == ""
+    vars(lazy).update({name: getattr(whole, name) for name in ("plan_pa_decode", "pa_decode", "PADecodePlan")})
+    library, reasons = read(lazy)
+    assert reasons == () and library is not None and library.can_use is None
+    assert tell_generation(lazy, library).newer_names == ()
+
+
+def test_a_function_whose_signature_cannot_be_read_is_told_by_what_it_does_not_take():
+    class Callable:
+        def __call__(self) -> None: ...
+
+        @property
+        def __signature__(self) -> Any:
+            raise RuntimeError("not before the first call")
+
+    for function in (Callable(), dict.update):
+        (reason,) = reasons_of(pa_decode=function)
+        assert "the pa_decode of the aiter here does not take (output, query, " in reason
 
 
 def test_a_fork_without_plans_is_told_by_what_it_has_instead():

@@ -6,6 +6,7 @@ import inspect
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -194,6 +195,13 @@ def test_a_predicate_that_raises_is_a_reason_and_not_an_exception():
     assert "can_use_flydsl_pa_decode refuses calls of this site on gfx942 (ZeroDivisionError: " in reason
 
 
+@pytest.mark.parametrize("answer", [None, 1, (False, "no BF16"), (True, ""), "no", np.array([1, 2])], ids=repr)
+def test_only_true_is_a_yes_of_a_predicate_and_any_other_answer_is_told(answer):
+    other, _ = asking(answer)
+    (reason,) = refuse_by(can_use_flydsl_pa_decode=other)
+    assert f"refuses calls of this site on gfx942 (it answers {answer!r})" in reason
+
+
 def test_a_library_without_a_predicate_is_asked_by_its_own_host_checks_which_launch_and_compile_nothing():
     for generation in ("G2", "G3"):
         with aiter_machine("gfx942", generation=generation) as double:
@@ -299,7 +307,10 @@ def test_a_backend_over_an_aiter_that_is_not_there_is_not_made(monkeypatch):
     [
         {"max_plan_rows": 0},
         {"max_plan_rows": 4097},
-        *({"softmax_scales": [scale]} for scale in (0.0, -1, "1", True, float("nan"), 10**400, torch.ones(()))),
+        *(
+            {"softmax_scales": [scale]}
+            for scale in (0.0, -1, "1", True, float("nan"), 10**400, 1e39, 1e-46, torch.ones(()))
+        ),
         {"softmax_scales": 0.0625},
         {"softmax_scales": "0.0625"},
     ],
@@ -324,3 +335,36 @@ def test_the_budget_of_a_shape_is_the_librarys_where_it_knows_one():
     assert knowing.default_workgroup_budget(VLLM, device) == 7
     assert asked == [("cpu", torch.float8_e4m3fn, 256, 64, 1, 16, 0)]
     assert knowing.default_workgroup_budget(VLLM, DeviceMeant(100)) == 200  # an estimate has no device to ask about
+
+
+def answering(answer: Any) -> Any:
+    """Stands for both newer functions that count something."""
+
+    def count(
+        device, *, kv_dtype, head_dim, block_size, query_group_size, query_length=1, sliding_window=0
+    ):  # fmt: skip
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return count
+
+
+NO_COUNTS = [None, 0, -5, 3.7, float("nan"), "12", NotImplementedError("no such shape"), KeyError("bf16")]
+
+
+@pytest.mark.parametrize("answer", NO_COUNTS, ids=repr)
+def test_a_newer_function_that_gives_no_count_is_as_if_it_were_not_there(answer):
+    """They were announced: what is released may answer otherwise, or not for every shape."""
+    changes = {
+        "pa_decode_default_workgroup_budget": answering(answer),
+        "pa_decode_nhd_max_query_length": answering(answer),
+    }
+    device = CpuDevice(num_compute_units=304)
+    assert backend_on("gfx950", **changes).default_workgroup_budget(VLLM, device) == 608
+    no, _ = asking(False)
+    (reason,) = refuse_by("gfx950", spec=VLLM, can_use_flydsl_pa_decode=no, **changes)
+    assert "aiter reads no kv_layout='nhd' of float8_e4m3fn" in reason
+    for count in (7, np.int64(7), torch.tensor(7)):  # positive control
+        knowing = backend_on("gfx950", pa_decode_default_workgroup_budget=answering(count))
+        assert knowing.default_workgroup_budget(VLLM, device) == 7

@@ -218,6 +218,14 @@ def test_a_numpy_array_is_not_taken_for_a_tensor(name):
         check(checker, {**right, name: numpy.zeros(right[name].shape, numpy.float32)})
 
 
+def test_a_message_does_not_print_all_of_a_list_that_is_no_tensor():
+    checker = checker_of()
+    for tables, said in (([[7] * 9] * 999, "..."), ([[7, 7]], "")):  # the short one is named whole
+        with pytest.raises(ConfigError, match=r"block_tables is \[\[7, 7.*\(list\), wanted a tensor") as refused:
+            check(checker, good_call(block_tables=tables))
+        assert len(str(refused.value)) < 300 and said in str(refused.value)
+
+
 def test_true_is_not_taken_for_a_scale_of_one_that_passed():
     checker = checker_of()
     check(checker, good_call(softmax_scale=1.0))

@@ -308,7 +308,8 @@ class AiterDouble:
         return logits, sums, partials
 
     def _check_memory(self, c: SimpleNamespace, scratch: tuple[torch.Tensor, ...]) -> None:
-        if self.library.arch != "gfx1250" and (c.query.stride(0) % 2 or c.query.stride(1) % 2):
+        strides = [stride for stride, extent in zip(c.query.stride()[:2], c.query.shape, strict=False) if extent > 1]
+        if self.library.arch != "gfx1250" and any(stride % 2 for stride in strides):
             self._violate(f"query rows must start on 4 bytes: even strides, got {c.query.stride()}")
         plan = c.work_plan
         written = sorted(map(_extent, (*scratch, plan.work_info, plan.reduce_info, c.output)))
