@@ -52,7 +52,8 @@ _NHD_KEYWORDS = ("kv_dtype", "head_dim", "block_size", "query_group_size")
 #: Only older ones have these: before ROCm/aiter#5809 a plan was optional.
 _BEFORE_PLANS_WERE_MANDATORY = ("max_context_partition_num", "ps", "tuned_file")
 
-_WHERE_FROM = "it comes with the ROCm images (PyPI's aiter is another project)"
+#: What to tell whoever has none.
+WHERE_FROM = "it comes with the ROCm images (PyPI's aiter is another project)"
 _UPGRADE = "upgrade aiter to one with ROCm/aiter#5809, together with the engine that calls it"
 _OTHERWISE = "or pass 'triton', 'torch' or 'auto'"
 
@@ -100,7 +101,7 @@ def _find() -> tuple[ModuleType | None, str]:
     if "aiter" not in sys.modules:
         spec = util.find_spec("aiter")
         if spec is None:
-            return None, f"'aiter' is not installed: {_WHERE_FROM}; {_OTHERWISE[3:]}"
+            return None, f"'aiter' is not installed: {WHERE_FROM}; {_OTHERWISE[3:]}"
         # Without a file there is nothing to tell it by: an importer of its own brings it.
         has_files = spec.origin is not None
         folders = [Path(folder) for folder in spec.submodule_search_locations or ()]

@@ -5,7 +5,6 @@ Every question to the machine goes through `Machine`, and one that raises become
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import re
@@ -228,8 +227,7 @@ class _Examination:
         library, reasons = aiter_library.probe()
         self._generation = imported_generation(library)
         if not is_there and self._generation is None:
-            there = "it comes with the ROCm images (PyPI's aiter is another project)"
-            return Software("aiter", None, there if kind == "rocm" else "for AMD GPUs only")
+            return Software("aiter", None, aiter_library.WHERE_FROM if kind == "rocm" else "for AMD GPUs only")
         if kind == "rocm":  # elsewhere nobody misses it
             self._wrong.extend(f"backend 'aiter' cannot be had: {reason}" for reason in reasons)
         told = [f"ROCm's, generation {self._generation.name or 'unknown'}"] if self._generation else []
@@ -428,7 +426,7 @@ def _platform(torch: Any) -> str:
 
 def _aiter_conditions(spec: PlanSpec, ladder: CapacityLadder) -> tuple[str, ...]:
     # Imported here: it needs torch, which may be what is missing.
-    from .backends.aiter_backend import MAX_PLAN_ROWS, most_reducer_rows
+    from .backends.aiter_backend import MAX_PLAN_ROWS, default_softmax_scale, most_reducer_rows
 
     conditions = []
     segments = [f"{rows} in {-(-rows // MAX_PLAN_ROWS)}" for rows in ladder.classes if rows > MAX_PLAN_ROWS]
@@ -442,7 +440,7 @@ def _aiter_conditions(spec: PlanSpec, ladder: CapacityLadder) -> tuple[str, ...]
             f"pass backend=AiterBackend(max_plan_rows={most}), which makes segments"
         )
     conditions.append(
-        f"softmax_scale is compiled in as {1 / math.sqrt(spec.head_dim)} (1/sqrt(head_dim)), and calls with another "
+        f"softmax_scale is compiled in as {default_softmax_scale(spec)} (1/sqrt(head_dim)), and calls with another "
         "one are refused: pass backend=AiterBackend(softmax_scales=[...]) where the model has others"
     )
     conditions.append("calls with lse= are refused: aiter gives no log-sum-exps, backend='triton' does")

@@ -8,11 +8,16 @@ from importlib import util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import gpu_suite
 import pytest
+import torch
+
+from planlife.testing.aiter_machine import aiter_machine
 
 from .child_process import REPOSITORY, child_environment
+from .gpu import aiter_on_cuda
 
 TESTS = """
 import pytest
@@ -113,3 +118,16 @@ def test_the_doctor_the_tests_and_a_summary_with_each_reason_come_in_this_order(
     counts = "1 passed, 1 failed, 2 skipped"
     assert f"test_some: {counts}\n" in output and f"all: {counts}\n" in output
     assert "exit status 1: see above" in output
+
+
+@pytest.mark.parametrize(("arch", "is_taken"), [("gfx942", True), ("gfx90a", False)])
+def test_an_amd_gpu_that_aiter_has_no_kernels_for_runs_the_scenarios_over_the_double(
+    monkeypatch: pytest.MonkeyPatch, arch: str, is_taken: bool
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(aiter_on_cuda, "resolve_device", lambda name: None)
+    monkeypatch.setattr(aiter_on_cuda, "architecture_of", lambda device: arch)
+    monkeypatch.setattr(aiter_on_cuda, "PlanManager", mock.MagicMock())  # this machine has no such GPU to serve
+    with aiter_machine(arch):
+        machine = aiter_on_cuda.installed_machine.__wrapped__()
+    assert (machine is not None) == is_taken

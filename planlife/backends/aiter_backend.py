@@ -350,7 +350,7 @@ class AiterBackend:
         return AiterPlan(self._library, spec, plan_rows, num_compute_units, buffer, self._scales_of(spec))
 
     def _scales_of(self, spec: PlanSpec) -> tuple[float, ...]:
-        return self._softmax_scales or (1 / math.sqrt(spec.head_dim),)
+        return self._softmax_scales or (default_softmax_scale(spec),)
 
     def refresh(self, tables: AiterPlan, context_lens: torch.Tensor | None, num_rows: int) -> None:
         # Always staged: alignment and batch are compile keys of the planner.
@@ -567,6 +567,11 @@ def _check_reducer(spec: PlanSpec, plan_rows: int) -> None:
             f"num_kv_heads)^2 = {plan_rows} x ({spec.query_rows_per_kv_head} x {spec.num_kv_heads})^2 is above 2^30. "
             f"Pass backend=AiterBackend(max_plan_rows={most}), which makes segments, or lower the ladder's top class."
         )
+
+
+def default_softmax_scale(spec: PlanSpec) -> float:
+    """What a site's kernels are compiled for where nobody names others."""
+    return 1 / math.sqrt(spec.head_dim)
 
 
 def most_reducer_rows(spec: PlanSpec) -> int:

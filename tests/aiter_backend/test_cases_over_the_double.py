@@ -114,42 +114,6 @@ def refusal_by_the_double(case: DecodeCase) -> str:
     return ""
 
 
-#: Beside AXES: what is just inside and just outside of a limit.
-MORE = {
-    "page_size": (32,),
-    "head_dim": (192, 320, 640, 1024, 1088, 1152),
-    "group": (32, 64),
-    "max_partitions": (256, 257),
-}
-BASES = (
-    DecodeCase(layout="packed", lens=(300, 1)),
-    *(
-        DecodeCase(kv_dtype=kv_dtype, scales=scales, layout=layout, lens=(300, 1))
-        for kv_dtype in FP8_DTYPES
-        for scales, layout in (("device [1]", "packed"), ("per token", "packed, plain V"))
-    ),
-    DecodeCase(kv_dtype="float8_e4m3fn", scales="device [1]", page_size=64, head_dim=256, lens=(300, 1)),
-)
-
-
-def neighbours():
-    """One option changed."""
-    from planlife.testing.decode_table import AXES, can_meet
-
-    for base in BASES:
-        yield base
-        for name, values in AXES.items():
-            for value in (*values, *MORE.get(name, ())):
-                case = replace(base, **{name: value})
-                options = {k: getattr(case, k) for k in AXES}
-                if name != "lens" and can_meet(frozenset(options.items())):
-                    yield case
-
-
-NEIGHBOURS = list(dict.fromkeys(neighbours()))
-print(len(NEIGHBOURS))
-
-
 def differences(backend: AiterBackend) -> list[str]:
     """Calls that one of wrapper and double refuses and the other does not."""
     device = resolve_device("cpu")

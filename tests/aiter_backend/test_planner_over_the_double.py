@@ -58,6 +58,7 @@ def random_spec(rng: random.Random, num_cu: int) -> PlanSpec:
     )
 
 
+@pytest.mark.parametrize("double", ["G3"], indirect=True)  # of every generation: the vectors
 def test_ten_thousand_random_refreshes_equal_the_host_planner(double: AiterDouble) -> None:
     """Each plan is refreshed in turn for lengths that have nothing to do with the last ones, and for fewer rows."""
     rng, backend = random.Random(7), AiterBackend()

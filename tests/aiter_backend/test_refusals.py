@@ -23,13 +23,6 @@ BF16 = PlanSpec(8, 1, 128, 16, max_context_tokens=4096, kv_layout="packed")
 FNUZ = replace(BF16, kv_dtype="float8_e4m3fnuz", scales="per_tensor")
 FN = replace(FNUZ, kv_dtype="float8_e4m3fn")
 
-
-def newer_planner(
-    context_lengths, num_kv_heads, *, max_partitions=None, workgroup_budget=None, sliding_window=0, query_length=1,
-    plan=None, max_batch_size=None,
-): ...  # fmt: skip
-
-
 NEWER = ("pa_decode_nhd_max_query_length",)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from planlife import CapacityLadder, ConfigError, PlanManager
 from planlife.aiter_library import probe
-from planlife.backends.aiter_backend import architecture_of
+from planlife.backends.aiter_backend import FP8_OF_ARCHITECTURE, architecture_of
 from planlife.torch_device import resolve_device
 from tests.aiter_backend.machines import Machine, kind_of
 
@@ -24,6 +24,8 @@ def installed_machine() -> Machine | None:
     if torch.version.hip is None or probe().library is None:
         return None
     arch = architecture_of(resolve_device("cuda"))
+    if arch not in FP8_OF_ARCHITECTURE:
+        return None
     kinds = [kind_of(arch, "bfloat16"), kind_of(arch, row_bound=FP8_ROW_BOUND)]
     for kind in kinds:
         try:

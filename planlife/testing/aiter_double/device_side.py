@@ -110,8 +110,8 @@ def faults(
     shape, rows = call.shape, lengths.shape[0]
     lens = lengths.clamp_min(0).to(torch.int64)
     first = torch.zeros_like(lens)
-    if call.window:
-        first = _floor_div((lens - (shape.query_length - 1 + call.window)).clamp_min(0), TILE_TOKENS)
+    if shape.window:
+        first = _floor_div((lens - (shape.query_length - 1 + shape.window)).clamp_min(0), TILE_TOKENS)
     tiles = _floor_div(lens + (TILE_TOKENS - 1), TILE_TOKENS) - first
     start, tasks = reduce_info.to(torch.int64).unbind(1)
     row, begin, end, length = work_info.to(torch.int64).unbind(1)
@@ -237,7 +237,7 @@ def attend_on_host(
         values = _tokens(call, value_cache, own, value_scale, is_key=False)
         for token in range(num_queries):
             end = length - num_queries + 1 + token
-            first = max(end - call.window, begin, 0) if call.window else begin
+            first = max(end - shape.window, begin, 0) if shape.window else begin
             seen = slice(first - begin, min(end, stop) - begin)
             if seen.start >= seen.stop:
                 continue
@@ -306,5 +306,5 @@ def _spec(call: CheckedCall, num_q_heads: int, q_dtype: str, kv_dtype: str, colu
         kv_layout="nhd" if call.is_nhd else "packed",
         scales=call.scales,
         query_length=shape.query_length,
-        sliding_window=call.window,
+        sliding_window=shape.window,
     )

@@ -30,6 +30,7 @@ from .host_checks import (
     check_scratch,
     check_window_and_length,
     require,
+    scratch_of,
 )
 from .signatures import GENERATIONS, OPTIONAL, STRANGERS
 
@@ -49,7 +50,20 @@ class DoubleViolation(AssertionError):
 class AiterDouble:
     """One library on one machine, and what was done with it.
 
-    violations: messages, also of those that were not raised.
+    arch, num_cu: the machine. generation: a name of GENERATIONS or STRANGERS.
+    optional: names of OPTIONAL that this library has; None = all of them in "newer", else none.
+    device_type: "cpu" or "cuda", whose tensors count as the GPU's.
+    native_bf16: whether G2 and G3 take BF16 caches on gfx942 and gfx950. on_violation: "raise" or "record".
+    finite_tails: whether V must be finite behind a row's last token; False for tests that poison what no row owns.
+    private_scratch: whether live plans must not share scratch, even one after another.
+    refresh_delay_cycles: on a GPU, how long a refresh leaves poison in the tables, so that a decode that is not ordered
+        behind it is caught.
+
+    Attributes besides: `violations`, messages, also of those that were not raised; `refreshes`, `decodes`, and
+    `plans_made`, how often each was done; `functions`, the library's by name.
+
+    Raises ValueError for settings that are none.
+
     Owns: fault counters on each GPU. Graphs recorded through it write them, so it must outlive them.
     """
 
@@ -278,7 +292,7 @@ class AiterDouble:
     def _check_allocations(self, c: SimpleNamespace, call: CheckedCall) -> None:
         if not _is_recording(c.query):
             return
-        missing = [name for name in ("exp_sums", "max_logits", "temporary_output") if getattr(c, name) is None]
+        missing = [name for name in scratch_of(call.shape, c.output.dtype) if getattr(c, name) is None]
         if call.scales != "none":
             scales = ("key_scale", "value_scale")
             missing += [name for name in scales if not isinstance(getattr(c, name), torch.Tensor)]
@@ -286,19 +300,12 @@ class AiterDouble:
             self._violate(f"allocation while recording: {', '.join(missing)} must be tensors that exist before")
 
     def _scratch(self, c: SimpleNamespace, call: CheckedCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        s, device = call.shape, c.query.device
-        shape = (s.num_kv_heads, s.capacity, s.query_length * s.group)
-        made = {
-            "exp_sums": (shape, torch.float32),
-            "max_logits": (shape, torch.float32),
-            "temporary_output": ((*shape, s.head_dim), c.output.dtype),
-        }
-        given = [getattr(c, name) for name in made]
-        sums, logits, partials = (
-            torch.empty(size, dtype=dtype, device=device) if tensor is None else tensor
-            for tensor, (size, dtype) in zip(given, made.values(), strict=True)
+        """max_logits, exp_sums and temporary_output: those given, and those that the library would allocate."""
+        logits, sums, partials = (
+            torch.empty(size, dtype=dtype, device=c.query.device) if getattr(c, name) is None else getattr(c, name)
+            for name, (size, dtype) in scratch_of(call.shape, c.output.dtype).items()
         )
-        return sums, logits, partials
+        return logits, sums, partials
 
     def _check_memory(self, c: SimpleNamespace, scratch: tuple[torch.Tensor, ...]) -> None:
         strides = [stride for stride, extent in zip(c.query.stride()[:2], c.query.shape, strict=False) if extent > 1]
@@ -362,7 +369,7 @@ class AiterDouble:
                 made[name] = _bound(function, signature, name)
         return made
 
-    def modules(self) -> dict[str, dict[str, Any]]:
+    def _contents(self) -> dict[str, dict[str, Any]]:
         """Module name -> what is in it."""
         if self.generation == "pypi":
             return {"aiter": dict.fromkeys(("aiter", "anext", "azip"), _stranger)}
@@ -386,12 +393,7 @@ class AiterDouble:
 def aiter_double(**settings: Any) -> Iterator[AiterDouble]:
     """Put a double in aiter's place for imports, and take it away again.
 
-    arch, num_cu: the machine. generation: a name of GENERATIONS or STRANGERS. optional: names of OPTIONAL that this
-    library has (None: all of them in "newer", else none). device_type: "cpu" or "cuda", whose tensors count as the
-    GPU's. native_bf16: whether G2 and G3 take BF16 caches on gfx942 and gfx950. on_violation: "raise" or "record".
-    finite_tails: whether V must be finite behind a row's last token; False for tests that poison what no row owns.
-    private_scratch: whether live plans must not share scratch, even one after another. refresh_delay_cycles: on a GPU,
-    how long a refresh leaves poison in the tables, so that a decode that is not ordered behind it is caught.
+    settings: as AiterDouble takes them.
 
     Leaving it judges what decodes on GPUs have found. Raises ValueError, DoubleViolation.
     """
@@ -414,7 +416,7 @@ class _Finder(MetaPathFinder, Loader):
 
     def __init__(self, double: AiterDouble) -> None:
         self._double = double
-        self._modules = double.modules()
+        self._modules = double._contents()
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname not in self._modules:

@@ -47,7 +47,6 @@ class CheckedCall:
     """A call that the host lets pass, up to the compiles and the scratch."""
 
     shape: TileShape
-    window: int
     is_nhd: bool
     scales: str
     sink_dtype: str | None
@@ -184,18 +183,22 @@ def check_decode(lib: Library, call: SimpleNamespace, plan_class: type) -> Check
         context_bound=context_bound,
         window=window,
     )
-    return CheckedCall(shape, window, is_nhd, scales, sink_dtype)
+    return CheckedCall(shape, is_nhd, scales, sink_dtype)
+
+
+def scratch_of(shape: TileShape, output_dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """(shape, dtype) of the triple by name, in the order in which it is checked."""
+    stats = (shape.num_kv_heads, shape.capacity, shape.query_length * shape.group)
+    return {
+        "max_logits": (stats, torch.float32),
+        "exp_sums": (stats, torch.float32),
+        "temporary_output": ((*stats, shape.head_dim), output_dtype),
+    }
 
 
 def check_scratch(call: SimpleNamespace, shape: TileShape) -> None:
     """What is given of the triple; comes after the tile's compile."""
-    c = call
-    stat_shape = (shape.num_kv_heads, shape.capacity, shape.query_length * shape.group)
-    wanted = {
-        "max_logits": (stat_shape, torch.float32),
-        "exp_sums": (stat_shape, torch.float32),
-        "temporary_output": ((*stat_shape, shape.head_dim), c.output.dtype),
-    }
+    c, wanted = call, scratch_of(shape, call.output.dtype)
     given = {name: getattr(c, name) for name in wanted if getattr(c, name) is not None}
     for name, tensor in given.items():
         require(isinstance(tensor, torch.Tensor), TypeError, f"{name} must be a torch.Tensor")
