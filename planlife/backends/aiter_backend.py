@@ -18,6 +18,7 @@ from ..errors import BackendUnavailableError, ConfigError, RouteError
 from ..planner import default_workgroup_budget, spec_capacity
 from ..sizing import align
 from ..spec import DTYPE_BYTES, FP8_DTYPES, PlanSpec, check_int
+from .aiter_sample import SampleCall, sink_dtypes
 from .torch_backend import TorchPlan, count_differences, table_ends
 
 # What aiter's host code checks since ROCm/aiter#5809. A library's own answer decides; these say why, with a way out.
@@ -32,6 +33,9 @@ HEAD_DIM_STEP_BF16, HEAD_DIM_STEP_FP8, SMALL_HEAD_DIM_FP8, MAX_HEAD_DIM = 64, 12
 #: The reducer's indices: batch x (query rows per KV head x KV heads)^2 may not be above it.
 MAX_REDUCER_INDICES = 2**30
 
+#: pa_decode: bytes of a cache from which its code has wider addresses, or none of a buffer's.
+WIDE_CACHE_BYTES = (2**31, 2**32)
+
 #: Scales that are the same number in float32 are one kernel: the first that was given is passed.
 _SAME_FLOAT32 = 1e-7
 #: What a kernel can have a scale as: in float32, others are 0 or inf.
@@ -44,9 +48,6 @@ def architecture_of(device: Any) -> str:
     if torch.version.hip is None or not device.name.startswith("cuda"):
         return ""
     return str(torch.cuda.get_device_properties(device.name).gcnArchName).partition(":")[0]
-
-
-_Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class _Call:
@@ -137,7 +138,7 @@ class AiterPlan(TorchPlan):
         self.q_dtype = getattr(torch, spec.q_dtype)
         self.compute_type = getattr(torch, spec.kv_dtype)  # aiter's default is bfloat16, for every cache
         self.query_length, self.sliding_window = spec.query_length, spec.sliding_window
-        self.sink_dtypes = _sink_dtypes(spec)
+        self.sink_dtypes = sink_dtypes(spec)
         self.max_tokens, self.page_size = spec.max_context_tokens, spec.page_size
         self.max_columns = -(-spec.max_context_tokens // spec.page_size)
         self.softmax_scales = {scale: scale for scale in softmax_scales}
@@ -161,11 +162,6 @@ class AiterPlan(TorchPlan):
             sliding_window=spec.sliding_window,
             query_length=spec.query_length,
         )
-
-
-def _sink_dtypes(spec: PlanSpec) -> tuple[torch.dtype, ...]:
-    """Those that are compiled: aiter's reducer is another one for each."""
-    return tuple(dict.fromkeys((getattr(torch, spec.q_dtype), torch.float32)))
 
 
 def _check_scales(scales: Any) -> tuple[float, ...]:
@@ -237,19 +233,19 @@ class AiterBackend:
         says = ""
         with device.relaxed():
             try:
-                sample = _Sample(spec, 1, device.name)
+                sample = SampleCall(spec, 1, device.name)
                 tables, scratch = self._sample_tables(spec, 1, device)
             except Exception:  # a backend that raises is no answer
                 return None
             call = _Call(tables, scratch, 1)
             if can_use is None:
                 call.plan = _ending_plan(self._library.plan_type, call.plan)
-            for value_cache in sample.value_caches:
-                output, query, key_cache, value_cache, block_tables = sample.call(1, value_cache)
+            for caches in sample.caches:
+                output, query, key_cache, value_cache, block_tables = sample.call(1, caches)
                 try:
                     is_served = _call(
                         can_use or self._library.decode, tables, call, output, query, key_cache, value_cache,
-                        block_tables, block_tables.shape[1], scale, *sample.scales, None,
+                        block_tables, block_tables.shape[1], scale, caches.key_scale, caches.value_scale, None,
                     )  # fmt: skip
                 except _EndOfHostChecks:
                     return ""
@@ -299,13 +295,13 @@ class AiterBackend:
         """Runs planner and decode over empty rows, once for every row count that a call of this class may have.
 
         What aiter compiles depends on rows and capacity by thresholds that are its own; no copy of them can be wrong.
-        Besides: with sinks of either dtype and without, and with each form of V. Takes query, output and block tables
-        of the class while it runs.
+        Besides: with sinks of either dtype and without, with each form of V, and with caches of each size that is
+        addressed otherwise. Takes query, output and block tables of the class while it runs.
 
         Raises ConfigError for a class that aiter's reducer cannot index (R47), or that aiter refuses.
         """
         _check_reducer(spec, plan_rows)
-        sample = _Sample(spec, plan_rows, device.name)
+        sample = SampleCall(spec, plan_rows, device.name, (0, *WIDE_CACHE_BYTES))
         tables, scratch = self._sample_tables(spec, plan_rows, device)
         self.refresh(tables, torch.zeros(plan_rows, dtype=torch.int32, device=device.name), plan_rows)
         if self._plan(tables) is not tables.plan:
@@ -320,12 +316,12 @@ class AiterBackend:
                 self._compiled.add(key)
         return 1  # per class, as on every backend
 
-    def _run_variants(self, tables: AiterPlan, scratch: torch.Tensor, sample: _Sample, num_rows: int) -> None:
+    def _run_variants(self, tables: AiterPlan, scratch: torch.Tensor, sample: SampleCall, num_rows: int) -> None:
         refusals = []
         num_run = 0
         for softmax_scale in tables.softmax_scales:
-            for value_cache, sinks in product(sample.value_caches, sample.sinks):
-                call = (*sample.call(num_rows, value_cache), softmax_scale, *sample.scales, sinks)
+            for caches, sinks in product(sample.caches, sample.sinks):
+                call = (*sample.call(num_rows, caches), softmax_scale, caches.key_scale, caches.value_scale, sinks)
                 try:
                     self.decode(tables, scratch, *call, None)
                     num_run += 1
@@ -653,40 +649,3 @@ def _refuse_nhd(library: AiterLibrary, spec: PlanSpec, architecture: str, device
             "'packed', or pass 'triton'"
         ]
     return []
-
-
-class _Sample:
-    """Tensors of calls of one site with up to `plan_rows` rows, over one page that no row has.
-
-    value_caches: each form that V may have. sinks: none, and of each dtype that a model may have them in.
-    """
-
-    def __init__(self, spec: PlanSpec, plan_rows: int, device: str) -> None:
-        q_dtype, kv_dtype = getattr(torch, spec.q_dtype), getattr(torch, spec.kv_dtype)
-        heads, page, dim = spec.num_kv_heads, spec.page_size, spec.head_dim
-
-        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self._length = spec.query_length
-        query_shape = (plan_rows * spec.query_length, spec.num_q_heads, dim)
-        self._query, self._output = zeros(*query_shape, dtype=q_dtype), zeros(*query_shape, dtype=q_dtype)
-        self._block_tables = zeros(plan_rows, -(-spec.max_context_tokens // page), dtype=torch.int32)
-        shapes = [(1, heads, page, dim) if spec.kv_layout == "hnd" else (1, page, heads, dim)] * 2
-        if spec.kv_layout == "packed":
-            pack = 16 // DTYPE_BYTES[spec.kv_dtype]
-            shapes = [(1, heads, dim // pack, page, pack), (1, heads, page // pack, dim, pack)]  # type: ignore[list-item]
-            if spec.scales != "none":
-                shapes.append((1, heads, dim, page))
-        self._key_cache, *self.value_caches = (zeros(*shape, dtype=kv_dtype) for shape in shapes)
-        self.sinks = [None, *(zeros(spec.num_q_heads, dtype=one) for one in _sink_dtypes(spec))]
-        self.scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-        if spec.scales != "none":
-            shape = (1,) if spec.scales == "per_tensor" else (1, heads, page)
-            one = zeros(*shape, dtype=torch.float32).fill_(1)
-            self.scales = (one, one)
-
-    def call(self, num_rows: int, value_cache: torch.Tensor) -> _Tensors:
-        """output, query, key_cache, value_cache and block_tables of that many rows."""
-        end = num_rows * self._length
-        return self._output[:end], self._query[:end], self._key_cache, value_cache, self._block_tables[:num_rows]
