@@ -531,17 +531,22 @@ def _on_device(tables: AiterPlan, key_scale: Any, value_scale: Any) -> tuple[tor
     A number is written into the plan's own words by each call, in the order of its launches: layers may differ. What
     the words hold is not remembered: a graph may write them unseen, and who sleeps and wakes a GPU loses them.
     """
-    for what, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
-        if not (isinstance(scale, torch.Tensor) or _LEAST_SCALE <= scale <= _MOST_SCALE):
-            raise ConfigError(f"{what} is {scale}, and aiter takes float32, in which that is not finite and > 0.")
-    if not isinstance(key_scale, torch.Tensor):
-        word = tables.key_word.fill_(float(key_scale))
-        if not isinstance(value_scale, torch.Tensor) and value_scale == key_scale:
-            return word, word  # one launch is enough
-        key_scale = word
-    if not isinstance(value_scale, torch.Tensor):
-        value_scale = tables.value_word.fill_(float(value_scale))
-    return key_scale, value_scale
+    is_key_tensor, is_value_tensor = isinstance(key_scale, torch.Tensor), isinstance(value_scale, torch.Tensor)
+    if not (is_key_tensor or _LEAST_SCALE <= key_scale <= _MOST_SCALE):
+        raise _beyond_float32("key_scale", key_scale)
+    if not (is_value_tensor or _LEAST_SCALE <= value_scale <= _MOST_SCALE):
+        raise _beyond_float32("value_scale", value_scale)
+    if not (is_key_tensor or is_value_tensor) and key_scale == value_scale:
+        word = tables.key_word.fill_(float(key_scale))  # one launch is enough
+        return word, word
+    return (
+        key_scale if is_key_tensor else tables.key_word.fill_(float(key_scale)),
+        value_scale if is_value_tensor else tables.value_word.fill_(float(value_scale)),
+    )
+
+
+def _beyond_float32(what: str, scale: Any) -> ConfigError:
+    return ConfigError(f"{what} is {scale}, and aiter takes float32, in which that is not finite and > 0.")
 
 
 def _check_strides(query: torch.Tensor, output: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from planlife import CapacityLadder, PlanManager, PlanSpec, Step
 from planlife.backends import aiter_backend, aiter_sample
 from planlife.backends.aiter_backend import FP8_OF_ARCHITECTURE, WIDE_CACHE_BYTES
 from planlife.backends.aiter_sample import SampleCall, as_if_of
-from planlife.testing.aiter_double import AiterDouble
+from planlife.testing.aiter_double import AiterDouble, device_side
 from planlife.testing.aiter_machine import aiter_machine
 
 SIZES = tuple(size + change for size in WIDE_CACHE_BYTES for change in (-1, 0, 1))
@@ -48,6 +48,16 @@ def test_layers_with_caches_of_any_size_compile_nothing_after_the_seal(architect
         assert keys_after_the_seal(site(architecture), double) == 0
         assert keys_after_the_seal(site(architecture, scales="per_tensor", query_length=1), double) == 0
         assert not double.violations
+
+
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "bfloat16"])
+def test_a_gpus_double_takes_them_too(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it launches there copies no cache."""
+    monkeypatch.setattr(device_side, "attend_on_host", device_side.attend_on_device)
+    spec = site("gfx950", kv_dtype=kv_dtype, scales="none" if kv_dtype == "bfloat16" else "per_token")
+    with aiter_machine("gfx950") as double:
+        assert keys_after_the_seal(spec, double) == 0
+        assert double.decodes > 0 and not double.violations
 
 
 @pytest.mark.parametrize(("architecture", "least"), [("gfx942", 0), ("gfx950", 0), ("gfx950", 1)])

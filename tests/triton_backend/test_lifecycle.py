@@ -122,6 +122,10 @@ def test_a_gpu_that_triton_does_not_compile_for_is_refused(monkeypatch):
     device = FakeDevice()
     device.name = "cuda:0"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda name: (7, 5))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="reaches no GPU, and so not cuda:0"):
+        managers(backend="triton", device=device)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match="cuda:0 has compute capability 7.5, and Triton compiles for 8.0 and up"):
         managers(backend="triton", device=device)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda name: (8, 0))
