@@ -6,7 +6,6 @@ import math
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import product
 from numbers import Real
 from typing import Any
 
@@ -295,8 +294,9 @@ class AiterBackend:
         """Runs planner and decode over empty rows, once for every row count that a call of this class may have.
 
         What aiter compiles depends on rows and capacity by thresholds that are its own; no copy of them can be wrong.
-        Besides: with sinks of either dtype and without, with each form of V, and with caches of each size that is
-        addressed otherwise. Takes query, output and block tables of the class while it runs.
+        Besides: with each form of V; with sinks of either dtype and without; and with caches of each size that is
+        addressed otherwise, which sinks have nothing to do with. Takes query, output and block tables of the class
+        while it runs.
 
         Raises ConfigError for a class that aiter's reducer cannot index (R47), or that aiter refuses.
         """
@@ -320,7 +320,7 @@ class AiterBackend:
         refusals = []
         num_run = 0
         for softmax_scale in tables.softmax_scales:
-            for caches, sinks in product(sample.caches, sample.sinks):
+            for caches, sinks in sample.variants:
                 call = (*sample.call(num_rows, caches), softmax_scale, caches.key_scale, caches.value_scale, sinks)
                 try:
                     self.decode(tables, scratch, *call, None)

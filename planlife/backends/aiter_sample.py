@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,8 @@ class SampleCall:
     """Tensors of calls of one site with up to `plan_rows` rows, over pages that no row has.
 
     caches: with each form that V may have, of each of `cache_bytes` or just above. Only their first page is there.
-    sinks: none, and of each dtype that a model may have them in.
+    variants: caches and sinks. Those of the first size without sinks, and with sinks of each dtype that a model may have
+        them in; the others without: sizes choose aiter's decode kernel, sinks its reducer.
     """
 
     def __init__(self, spec: PlanSpec, plan_rows: int, device: str, cache_bytes: Sequence[int] = (0,)) -> None:
@@ -53,12 +55,12 @@ class SampleCall:
             if spec.scales != "none":
                 shapes.append((1, heads, dim, page))
         key_cache, *value_caches = (zeros(*shape, dtype=kv_dtype) for shape in shapes)
-        self.sinks = [None, *(zeros(spec.num_q_heads, dtype=one) for one in sink_dtypes(spec))]
+        sinks = [None, *(zeros(spec.num_q_heads, dtype=one) for one in sink_dtypes(spec))]
         scale = None
         if spec.scales != "none":
             shape = (1,) if spec.scales == "per_tensor" else (1, heads, page)
             scale = zeros(*shape, dtype=torch.float32).fill_(1)
-        self.caches = []
+        self.caches: list[LayerCaches] = []
         for num_bytes in cache_bytes:
             num_pages = max(1, -(-num_bytes // key_cache.nbytes))
             pages_of_scale = num_pages if spec.scales == "per_token" else 1
@@ -66,6 +68,9 @@ class SampleCall:
             for value_cache in value_caches:
                 keys, values = (as_if_of(num_pages, one) for one in (key_cache, value_cache))
                 self.caches.append(LayerCaches(keys, values, one_scale, one_scale))
+
+        first, others = self.caches[: len(value_caches)], self.caches[len(value_caches) :]
+        self.variants = [*product(first, sinks), *((caches, None) for caches in others)]
 
     def call(self, num_rows: int, caches: LayerCaches) -> SampleTensors:
         """output, query, key_cache, value_cache and block_tables of that many rows."""
