@@ -33,7 +33,7 @@ class SampleCall:
     """Tensors of calls of one site with up to `plan_rows` rows, over pages that no row has.
 
     caches: with each form that V may have, of each of `cache_bytes` or just above. Only their first page is there.
-    variants: caches and sinks. Those of the first size without sinks, and with sinks of each dtype that models may have;
+    variants: caches and sinks. Those of the first size without sinks, and with sinks of each dtype that models have;
         the others without: sizes choose aiter's decode kernel, sinks its reducer.
     """
 
