@@ -39,6 +39,8 @@ def _in_options(message: str) -> str:
         *((name, "--" + name.replace("_", "-")) for name in sim_commands.RENAMED_OPTIONS),
     ):
         message = re.sub(rf"\b{name}\b", option, message)  # not within another name, as in min_budget_bytes
+    for dtype, kv in (("float8_e4m3fnuz", "fp8_fnuz"), ("float8_e4m3fn", "fp8")):
+        message = re.sub(rf"make the cache {dtype}\b", f"pass --kv {kv}", message)
     return re.sub(r"\b(kv|scales|backend|device|double)(?==|\b out)", r"--\1", message)
 
 

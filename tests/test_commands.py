@@ -132,6 +132,18 @@ def test_caches_are_as_the_backend_reads_them_unless_told_otherwise(run_with, ar
     assert config.layout == layout
 
 
+@pytest.mark.parametrize(
+    ("arguments", "way_out"),
+    [
+        (("--double", "gfx942", "--kv", "fp8"), "pass --kv fp8_fnuz."),
+        (("--double", "gfx1250"), "pass --kv fp8, upgrade aiter"),
+    ],
+)
+def test_a_cache_that_aiter_does_not_read_is_refused_with_the_option_for_one_that_it_does(arguments, way_out):
+    result = CliRunner().invoke(command, ["demo", "--backend", "aiter", *arguments])
+    assert result.exit_code == 2 and way_out in result.stderr
+
+
 def test_scales_for_a_cache_that_has_none_are_refused_by_option_value_and_way_out(run_with):
     result, configs = run_with("demo", "--kv", "fp16", "--scales", "per_tensor")
     assert result.exit_code == 2

@@ -605,7 +605,7 @@ def _explain(library: AiterLibrary, spec: PlanSpec, architecture: str, device: t
     is_fp8 = spec.kv_dtype in FP8_DTYPES
     fp8 = FP8_OF_ARCHITECTURE.get(architecture)
     if is_fp8 and fp8 not in (None, spec.kv_dtype):
-        reasons.append(f"the FP8 cache of {architecture} is {fp8}, not {spec.kv_dtype}; make the cache of that")
+        reasons.append(f"the FP8 cache of {architecture} is {fp8}, not {spec.kv_dtype}; make the cache {fp8}")
     if not is_fp8 and spec.kv_dtype != "bfloat16":
         reasons.append(f"aiter reads no {spec.kv_dtype} cache; make it bfloat16 or {fp8 or 'FP8'}")
     if spec.q_dtype == "float32" or (not is_fp8 and spec.q_dtype != "bfloat16"):
