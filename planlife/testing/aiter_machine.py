@@ -19,7 +19,8 @@ def aiter_machine(
 ) -> Iterator[AiterDouble]:
     """Managers that are made in the `with` find the double of aiter, and take a `device_type` device for an `arch`.
 
-    num_cu: None = what a manager counts on such a device. settings: as `aiter_double` takes them.
+    num_cu: None = what a manager counts on such a device. settings: as `aiter_double` takes them. On a GPU, where each run
+    of the double takes milliseconds, minting leaves out caches of gigabytes.
     """
     if num_cu is None:
         num_cu = resolve_device(device_type).num_compute_units
@@ -30,7 +31,8 @@ def aiter_machine(
     with aiter_double(arch=arch, num_cu=num_cu, device_type=device_type, **settings) as double:
         probe.cache_clear()
         try:
-            with mock.patch.object(aiter_backend, "architecture_of", architecture_of):
+            sizes = () if device_type == "cuda" else aiter_backend.WIDE_CACHE_BYTES
+            with mock.patch.multiple(aiter_backend, architecture_of=architecture_of, WIDE_CACHE_BYTES=sizes):
                 yield double
         finally:
             probe.cache_clear()
