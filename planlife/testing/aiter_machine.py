@@ -19,8 +19,8 @@ def aiter_machine(
 ) -> Iterator[AiterDouble]:
     """Managers that are made in the `with` find the double of aiter, and take a `device_type` device for an `arch`.
 
-    num_cu: None = what a manager counts on such a device. settings: as `aiter_double` takes them. On a GPU, where a call of
-    the double takes milliseconds, minting leaves out caches of gigabytes.
+    num_cu: None = what a manager counts on such a device. settings: as `aiter_double` takes them.
+    On a GPU, where a call of the double takes milliseconds, minting leaves out caches of gigabytes.
     """
     if num_cu is None:
         num_cu = resolve_device(device_type).num_compute_units
