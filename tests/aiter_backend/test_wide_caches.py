@@ -25,15 +25,15 @@ def site(architecture: str, **changes: Any) -> PlanSpec:
     return PlanSpec(32, 2, 128, 128, max_context_tokens=512, kv_layout="packed", sliding_window=300, **fields)
 
 
-def keys_after_the_seal(spec: PlanSpec, double: AiterDouble) -> int:
+def keys_after_the_seal(spec: PlanSpec, double: AiterDouble, device: str = "cpu") -> int:
     """How many compile keys are new when layers have caches of each of SIZES."""
-    sample = SampleCall(spec, ROWS, "cpu", SIZES)
-    with PlanManager(spec, ladder=CapacityLadder([1, ROWS]), device="cpu", backend="aiter") as manager:
+    sample = SampleCall(spec, ROWS, device, SIZES)
+    with PlanManager(spec, ladder=CapacityLadder([1, ROWS]), device=device, backend="aiter") as manager:
         with manager.capture_phase():
             manager.warm()
         before = double.compiles
         for rows in range(1, ROWS + 1):
-            plan = manager.plan_for(Step(torch.zeros(rows, dtype=torch.int32), owner=object()))
+            plan = manager.plan_for(Step(torch.zeros(rows, dtype=torch.int32, device=device), owner=object()))
             for caches in sample.caches:
                 output, query, keys, values, tables = sample.call(rows, caches)
                 scales = {"key_scale": caches.key_scale, "value_scale": caches.value_scale}

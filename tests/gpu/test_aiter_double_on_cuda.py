@@ -7,9 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from planlife.backends import aiter_backend
+from planlife.backends.aiter_backend import WIDE_CACHE_BYTES
+from planlife.backends.aiter_sample import as_if_of
 from planlife.testing import reference_decode, row_errors
 from planlife.testing.aiter_double import AiterDouble, DoubleViolation, aiter_double
+from planlife.testing.aiter_machine import aiter_machine
 from tests.aiter_backend.double_call import pa_decode, plan_of, valid_call
+from tests.aiter_backend.test_wide_caches import keys_after_the_seal, site
 
 BOUND = 2**-8 + 3e-6
 
@@ -37,6 +42,23 @@ def assert_right(call: dict) -> None:
         value_scale=call["value_scale"],
     )
     assert row_errors(call["output"], wanted).max() < BOUND
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fnuz, torch.float32])
+def test_a_page_as_if_of_many_has_its_memory(dtype):
+    page = torch.arange(64, device="cuda").view(1, 4, 16).to(dtype)
+    many = as_if_of(2**31 // page.nbytes + 1, page)
+    assert many.device == page.device and many.dtype == dtype and many.is_contiguous()
+    assert many.nbytes > 2**31 and many.data_ptr() == page.data_ptr()
+    assert torch.equal(many[0].view(torch.uint8), page[0].view(torch.uint8))
+
+
+@pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])
+def test_layers_with_caches_of_any_size_compile_nothing_after_the_seal(architecture, monkeypatch):
+    with aiter_machine(architecture, device_type="cuda") as double:
+        assert keys_after_the_seal(site(architecture, query_length=3), double, "cuda") > 0  # control: left out on a GPU
+        monkeypatch.setattr(aiter_backend, "WIDE_CACHE_BYTES", WIDE_CACHE_BYTES)
+        assert keys_after_the_seal(site(architecture), double, "cuda") == 0
 
 
 def test_lengths_on_the_cpu_are_refused(double):

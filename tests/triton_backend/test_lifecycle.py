@@ -126,6 +126,10 @@ def test_a_gpu_that_triton_does_not_compile_for_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="reaches no GPU, and so not cuda:0"):
         managers(backend="triton", device=device)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    other = FakeDevice()
+    other.name = "meta"
+    with pytest.raises(ConfigError, match="Triton compiles for GPUs, and meta is none"):
+        managers(backend="triton", device=other)
     with pytest.raises(ConfigError, match="cuda:0 has compute capability 7.5, and Triton compiles for 8.0 and up"):
         managers(backend="triton", device=device)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda name: (8, 0))
