@@ -426,25 +426,9 @@ def _platform(torch: Any) -> str:
 
 def _aiter_conditions(spec: PlanSpec, ladder: CapacityLadder) -> tuple[str, ...]:
     # Imported here: it needs torch, which may be what is missing.
-    from .backends.aiter_backend import MAX_PLAN_ROWS, default_softmax_scale, most_reducer_rows
+    from .backends.aiter_backend import conditions
 
-    conditions = []
-    segments = [f"{rows} in {-(-rows // MAX_PLAN_ROWS)}" for rows in ladder.classes if rows > MAX_PLAN_ROWS]
-    if segments:
-        conditions.append(f"classes above {MAX_PLAN_ROWS} rows are decoded in segments: {', '.join(segments)}")
-    most = most_reducer_rows(spec)
-    too_large = [str(rows) for rows in ladder.classes if min(rows, MAX_PLAN_ROWS) > most]
-    if too_large:
-        conditions.append(
-            f"warming the classes {', '.join(too_large)} is refused: aiter's reducer takes {most} rows of this shape; "
-            f"pass backend=AiterBackend(max_plan_rows={most}), which makes segments"
-        )
-    conditions.append(
-        f"softmax_scale is compiled in as {default_softmax_scale(spec)} (1/sqrt(head_dim)), and calls with another "
-        "one are refused: pass backend=AiterBackend(softmax_scales=[...]) where the model has others"
-    )
-    conditions.append("calls with lse= are refused: aiter gives no log-sum-exps, backend='triton' does")
-    return tuple(conditions)
+    return conditions(spec, ladder.classes)
 
 
 def _num_gpus(torch: Any) -> int:

@@ -293,7 +293,7 @@ class AiterBackend:
     def compile(self, spec: PlanSpec, plan_rows: int, device: Any, least_rows: int = 1) -> int:
         """Runs planner and decode over empty rows, once for every row count that a call of this class may have.
 
-        What aiter compiles depends on rows and capacity by thresholds that are its own; no copy of them can be wrong.
+        What aiter compiles depends on rows and capacity by thresholds that are its own, and is asked for by calls.
         Besides: with each form of V; with sinks of either dtype and without; and with caches of each size that is
         addressed otherwise, which sinks have nothing to do with. Takes query, output and block tables of the class
         while it runs.
@@ -346,7 +346,7 @@ class AiterBackend:
         return AiterPlan(self._library, spec, plan_rows, num_compute_units, buffer, self._scales_of(spec))
 
     def _scales_of(self, spec: PlanSpec) -> tuple[float, ...]:
-        return self._softmax_scales or (default_softmax_scale(spec),)
+        return self._softmax_scales or (_default_softmax_scale(spec),)
 
     def refresh(self, tables: AiterPlan, context_lens: torch.Tensor | None, num_rows: int) -> None:
         # Always staged: alignment and batch are compile keys of the planner.
@@ -561,7 +561,7 @@ def _check_strides(query: torch.Tensor, output: torch.Tensor) -> None:
 
 
 def _check_reducer(spec: PlanSpec, plan_rows: int) -> None:
-    most = most_reducer_rows(spec)
+    most = _most_reducer_rows(spec)
     if plan_rows > most:
         raise ConfigError(
             f"a class of {plan_rows} rows is too large for aiter's reducer: rows x (query rows per KV head x "
@@ -570,14 +570,35 @@ def _check_reducer(spec: PlanSpec, plan_rows: int) -> None:
         )
 
 
-def default_softmax_scale(spec: PlanSpec) -> float:
+def _default_softmax_scale(spec: PlanSpec) -> float:
     """What a site's kernels are compiled for where nobody names others."""
     return 1 / math.sqrt(spec.head_dim)
 
 
-def most_reducer_rows(spec: PlanSpec) -> int:
+def _most_reducer_rows(spec: PlanSpec) -> int:
     """Rows of one table set that aiter's reducer can index (R47)."""
     return MAX_REDUCER_INDICES // (spec.query_rows_per_kv_head * spec.num_kv_heads) ** 2
+
+
+def conditions(spec: PlanSpec, classes: Sequence[int]) -> tuple[str, ...]:
+    """What holds for calls of a site that aiter serves, by a backend that was given nothing else, in sentences."""
+    found = []
+    segments = [f"{rows} in {-(-rows // MAX_PLAN_ROWS)}" for rows in classes if rows > MAX_PLAN_ROWS]
+    if segments:
+        found.append(f"classes above {MAX_PLAN_ROWS} rows are decoded in segments: {', '.join(segments)}")
+    most = _most_reducer_rows(spec)
+    too_large = [str(rows) for rows in classes if min(rows, MAX_PLAN_ROWS) > most]
+    if too_large:
+        found.append(
+            f"warming the classes {', '.join(too_large)} is refused: aiter's reducer takes {most} rows of this shape; "
+            f"pass backend=AiterBackend(max_plan_rows={most}), which makes segments"
+        )
+    found.append(
+        f"softmax_scale is compiled in as {_default_softmax_scale(spec)} (1/sqrt(head_dim)), and calls with another "
+        "one are refused: pass backend=AiterBackend(softmax_scales=[...]) where the model has others"
+    )
+    found.append("calls with lse= are refused: aiter gives no log-sum-exps, backend='triton' does")
+    return tuple(found)
 
 
 def _refuse_always(spec: PlanSpec, device: Any) -> list[str]:
@@ -588,7 +609,7 @@ def _refuse_always(spec: PlanSpec, device: Any) -> list[str]:
             f"max_partitions={spec.max_partitions} is above the {device.num_compute_units} compute units "
             f"of {device.name}; pass at most that, or None"
         )
-    if not most_reducer_rows(spec):
+    if not _most_reducer_rows(spec):
         reasons.append(
             f"aiter's reducer does not hold {spec.query_rows_per_kv_head} query rows per KV head on "
             f"{spec.num_kv_heads} KV heads: their product is above 2^15; split the heads over more ranks"
