@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -54,11 +55,11 @@ def test_a_page_as_if_of_many_has_its_memory(dtype):
 
 
 @pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])
-def test_layers_with_caches_of_any_size_compile_nothing_after_the_seal(architecture, monkeypatch):
+def test_layers_with_caches_of_any_size_compile_nothing_after_the_seal(architecture):
     with aiter_machine(architecture, device_type="cuda") as double:
         assert keys_after_the_seal(site(architecture, query_length=3), double, "cuda") > 0  # control: left out on a GPU
-        monkeypatch.setattr(aiter_backend, "WIDE_CACHE_BYTES", WIDE_CACHE_BYTES)
-        assert keys_after_the_seal(site(architecture), double, "cuda") == 0
+        with mock.patch.object(aiter_backend, "WIDE_CACHE_BYTES", WIDE_CACHE_BYTES):
+            assert keys_after_the_seal(site(architecture), double, "cuda") == 0
 
 
 def test_lengths_on_the_cpu_are_refused(double):
