@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from .aiter_library import AiterLibrary, probe
-from .backends.aiter_backend import FP8_OF_ARCHITECTURE, AiterBackend, architecture_of
+from .backends.aiter_backend import AiterBackend, architecture_of
+from .backends.aiter_limits import FP8_OF_ARCHITECTURE
 from .ladder import CapacityLadder
 from .manager import PlanManager
 from .spec import DTYPE_BYTES, PlanSpec, Step, check_int
