@@ -95,8 +95,9 @@ class PlanManager:
     budget_bytes that holds not even one call), BackendUnavailableError where a named backend or device is not here.
     After close() whatever would plan, decode or change something raises ClosedError; with sanitize="raise" it may raise
     StalePlanError about an earlier decode.
-    Threads: every method may be called from any thread, none from a __del__ or a finaliser. Allocates: no buffer before
-    the first capture phase.
+    Threads: every method may be called from any thread, none from a __del__ or a finaliser. Two that decode at the same
+    time need different ubatches or lanes: in one they would overwrite each other's scratch, which nothing detects.
+    Allocates: no buffer before the first capture phase.
     """
 
     def __init__(
