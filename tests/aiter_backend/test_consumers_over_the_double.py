@@ -22,6 +22,7 @@ from planlife.testing.aiter_machine import aiter_machine
 from planlife.testing.decode_table import make_scale
 
 from ..lifecycle.world import BEFORE_REPLAY, IN_GRAPH, both_styles
+from .double_call import SCALE_FORM
 
 CLASSES = (2, 4)
 NUM_REPLAYS = 66
@@ -112,7 +113,7 @@ class Site:
         shape = pages, spec.page_size, spec.num_kv_heads, spec.head_dim
         keys, values = (torch.randn(shape, generator=draw).to(getattr(torch, spec.kv_dtype)) for _ in range(2))
         self.caches = lay_out(keys, values, spec.kv_layout)
-        form = {"none": "none", "per_tensor": "device [1]", "per_token": "per token"}[spec.scales]
+        form = SCALE_FORM[spec.scales]
         owned = torch.ones(shape[:2], dtype=torch.bool)
         scales = [make_scale(form, owned, spec.num_kv_heads, draw) for _ in range(2)]
         self.scales = {} if form == "none" else dict(zip(("key_scale", "value_scale"), scales, strict=True))

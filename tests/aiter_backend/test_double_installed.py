@@ -15,15 +15,10 @@ import torch
 
 from planlife.testing.aiter_double import GENERATIONS, AiterDouble
 from planlife.testing.aiter_double.signatures import decode_signature, plan_signature
-from tests.aiter_backend.double_call import REQUIRED, valid_call
-from tests.aiter_backend.test_double import (
-    DECODE_FAULTS,
-    MODULE,
-    PLAN_FAULTS,
-    VALIDATE_FAULTS,
-    generation_of,
-    is_another_call,
-)
+
+from .double_call import REQUIRED, defining_module, num_compiled, valid_call
+from .refused_calls import DECODE_FAULTS, PLAN_FAULTS, VALIDATE_FAULTS, is_another_call
+from .test_double_signatures import generation_of
 
 PLAN_FIELDS = ("work_info", "reduce_info", "num_kv_heads", "max_partitions", "sliding_window", "query_length")
 
@@ -45,7 +40,7 @@ def machine() -> Machine | None:
 @pytest.fixture(scope="module")
 def library() -> ModuleType:
     try:
-        module = importlib.import_module(MODULE)
+        module = defining_module()
     except ImportError as error:
         pytest.skip(f"no aiter with a FlyDSL decode here: {error}")
     if generation_of(module) not in GENERATIONS:
@@ -215,7 +210,7 @@ def test_what_is_a_new_kernel_to_the_double_is_one_to_the_library(library, doubl
         return planner.cache_info().currsize, len(tile), reducer.cache_info().currsize
 
     def ours() -> tuple[int, ...]:
-        return tuple(sum(key[0] == kind for key in double.compiled) for kind in ("plan", "tile", "reduce"))
+        return tuple(num_compiled(double, kind) for kind in ("plan", "tile", "reduce"))
 
     tuned = {"head_dim": 128, "page": 128, "scales": "per_token", "group": 16, "query_length": 4}
     for shape in ({}, tuned, {"head_dim": 128}):
