@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from planlife.aiter_library import DEFINING_MODULE
+from planlife.aiter_library import DEFINING_MODULE, PLAN_FIELDS
 from planlife.testing import DecodeInputs, lay_out, reference_decode, row_errors
 from planlife.testing.aiter_double import AiterDouble
 from planlife.testing.decode_table import ROW_BOUNDS
@@ -47,13 +48,24 @@ def plan_of(lens: torch.Tensor, num_kv_heads: int = 1, **options: Any) -> Any:
 
 
 def pa_decode(**call: Any) -> None:
-    required = [call.pop(name) for name in REQUIRED]
-    defining_module().pa_decode(*required, **call)
+    decode_by(defining_module().pa_decode, call)
+
+
+def decode_by(function: Callable[..., Any], call: dict[str, Any]) -> None:
+    """function: any library's pa_decode."""
+    keywords = {name: value for name, value in call.items() if name not in REQUIRED}
+    function(*(call[name] for name in REQUIRED), **keywords)
 
 
 def num_compiled(double: AiterDouble, kind: str) -> int:
     """kind: "plan", "tile" or "reduce"."""
     return sum(key[0] == kind for key in double.compiled)
+
+
+def copy_of(plan: Any, plan_class: Any = None, **changed: Any) -> Any:
+    """The same tables in another plan. plan_class: None = the plan's own."""
+    fields = {name: getattr(plan, name) for name in PLAN_FIELDS} | changed
+    return (plan_class or type(plan))(**fields)
 
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,6 +140,16 @@ def valid_call(
     if double.generation in ("G0", "G1a", "G1c"):
         call["max_context_partition_num"] = call["work_plan"].max_partitions
     return call | scratch_of(call)
+
+
+def front_of(call: dict[str, Any], num_rows: int) -> dict[str, Any]:
+    """The first rows of a call, by views of the fronts of its plan's tables."""
+    plan = call["work_plan"]
+    capacity = min(plan.capacity, num_rows * plan.max_partitions)
+    rows = {name: call[name][:num_rows] for name in ("output", "query", "context_lengths", "block_tables")}
+    view = copy_of(plan, work_info=plan.work_info[:capacity], reduce_info=plan.reduce_info[:num_rows])
+    front = call | rows | {"work_plan": view}
+    return front | scratch_of(front)
 
 
 def exact(call: dict[str, Any], lens: torch.Tensor | None = None) -> torch.Tensor:

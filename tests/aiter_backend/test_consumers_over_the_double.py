@@ -219,6 +219,16 @@ class Model:
             assert all(output[class_rows * length :].isnan().all() for output in site.outputs)
 
 
+def replay(model: Model) -> None:
+    """Each step is compared; and replays compile nothing, nor does the double object to them."""
+    graphs = model.capture()
+    keys = model.double.compiled
+    for _ in range(NUM_REPLAYS):
+        model.step(graphs)
+    assert model.double.compiled == keys != ()
+    assert model.double.violations == []
+
+
 @pytest.mark.parametrize(("consumer", "machine", "style"), list(runs()))
 def test_replays_of_an_engines_sites_are_right_row_by_row(
     consumer: Callable[..., Sites], machine: tuple[str, str, str], style: str
@@ -226,12 +236,7 @@ def test_replays_of_an_engines_sites_are_right_row_by_row(
     with over(machine) as double:
         model = Model(consumer(machine[2]), double, style)
         with model.manager as manager:
-            graphs = model.capture()
-            keys = double.compiled
-            for _ in range(NUM_REPLAYS):
-                model.step(graphs)
-            assert double.compiled == keys != ()
-            assert double.violations == []
+            replay(model)
             assert manager.report().counters["compiles_after_seal"] == 0
             assert manager.report().counters["fallbacks"] == 0
             if consumer is minimax_m3:
@@ -244,11 +249,7 @@ def test_vllms_cache_as_it_is_stored_is_read_where_aiter_reads_it(style: str) ->
     with over(("gfx950", "newer", FN)) as double:
         model = Model(vllm_rocm_aiter_fa(FN, "nhd"), double, style)
         with model.manager:
-            graphs = model.capture()
-            keys = double.compiled
-            for _ in range(NUM_REPLAYS):
-                model.step(graphs)
-            assert double.compiled == keys and double.violations == []
+            replay(model)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from planlife.testing import EmulatedGraph, record
 from planlife.testing.aiter_double import OPTIONAL, aiter_double
 
-from .double_call import assert_right, defining_module, pa_decode, valid_call
+from .double_call import REQUIRED, assert_right, defining_module, pa_decode, valid_call
 from .refused_calls import DECODE_FAULTS
 
 
@@ -104,16 +104,7 @@ def test_a_prepared_plan_is_the_default_one_and_is_not_made_in_a_capture():
     with aiter_double(num_cu=8, optional=("prepare_pa_decode_plan",)) as double:
         prepare = defining_module().prepare_pa_decode_plan
         call = valid_call(double)
-        names = (
-            "query",
-            "key_cache",
-            "value_cache",
-            "context_lengths",
-            "block_tables",
-            "softmax_scale",
-            "query_length",
-        )
-        arguments = [call[name] for name in names]
+        arguments = [call[name] for name in REQUIRED if name != "output"]
         plan = prepare(*arguments, compute_type=call["compute_type"])
         assert plan.capacity == call["work_plan"].capacity
         with pytest.raises(RuntimeError, match="before graph capture"):

@@ -11,7 +11,7 @@ import torch
 from planlife.testing.aiter_double import aiter_double
 
 from ..planner_contract import VECTORS
-from .double_call import INT32, lens_of, plan_of
+from .double_call import INT32, copy_of, lens_of, plan_of
 from .refused_calls import LENS, PLAN_FAULTS, VALIDATE_FAULTS
 
 
@@ -107,9 +107,7 @@ def test_of_several_faults_the_planner_names_the_first(double, second):
 
 
 def _plan_with(**changed: Any) -> Any:
-    plan = plan_of(lens_of(*LENS))
-    names = ("work_info", "reduce_info", "num_kv_heads", "max_partitions", "sliding_window", "query_length")
-    return type(plan)(**{name: getattr(plan, name) for name in names} | changed)
+    return copy_of(plan_of(lens_of(*LENS)), **changed)
 
 
 def test_a_plan_is_validated_in_order(double):

@@ -9,7 +9,7 @@ import torch
 
 from planlife.testing.aiter_double import GENERATIONS, aiter_double, device_side
 
-from .double_call import assert_right, num_compiled, pa_decode, scratch_of, valid_call
+from .double_call import assert_right, front_of, num_compiled, pa_decode, valid_call
 
 CASES: dict[str, dict[str, Any]] = {
     "fp8 per tensor": {},
@@ -88,12 +88,9 @@ def test_empty_rows_are_zeros_and_unused_scratch_stays_as_it_was(double):
 
 def test_a_view_of_a_plan_decodes_its_first_rows(double):
     call = valid_call(double, (300, 17, 0, 0))
-    plan = call["work_plan"]
-    view = type(plan)(plan.work_info[: min(plan.capacity, 2 * 8)], plan.reduce_info[:2], 1, 8)
-    rows = {name: call[name][:2] for name in ("output", "query", "context_lengths", "block_tables")}
-    small = call | rows | {"work_plan": view}
-    pa_decode(**small | scratch_of(small))
-    assert_right(small)
+    front = front_of(call, 2)
+    pa_decode(**front)
+    assert_right(front)
 
 
 def test_early_generations_decode_windows_with_a_plan():

@@ -9,7 +9,7 @@ import torch
 
 from planlife.testing.aiter_double import DoubleViolation, aiter_double, device_side
 
-from .double_call import assert_right, fp8_of, lens_of, pa_decode, plan_of, scratch_of, valid_call
+from .double_call import assert_right, fp8_of, front_of, lens_of, pa_decode, plan_of, valid_call
 
 
 def test_a_stale_plan_is_a_violation_even_where_no_tile_changed(double):
@@ -76,13 +76,9 @@ def test_what_the_kernel_skips_may_be_anything(double):
 
 def test_a_task_of_a_row_that_the_call_does_not_have_is_a_violation(double):
     call = valid_call(double, (300, 17))
-    plan = call["work_plan"]
-    view = type(plan)(plan.work_info[:8], plan.reduce_info[:1], 1, 8)
-    rows = {name: call[name][:1] for name in ("output", "query", "context_lengths", "block_tables")}
-    small = call | rows | {"work_plan": view}
     with pytest.raises(DoubleViolation, match="past the query"):
-        pa_decode(**small | scratch_of(small))
-    plan.work_info[2, 0] = -1
+        pa_decode(**front_of(call, 1))
+    call["work_plan"].work_info[2, 0] = -1
     with pytest.raises(DoubleViolation, match="past the query"):
         pa_decode(**call)
 
