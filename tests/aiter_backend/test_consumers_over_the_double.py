@@ -295,7 +295,7 @@ def test_steps_without_an_owner_would_refresh_for_each_layer(minimax: Model, mon
 
     monkeypatch.setattr(minimax, "steps", steps_of_nobody)
     before = minimax.double.refreshes
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="refreshes"):
         minimax.capture()
     assert minimax.double.refreshes - before > 3 + 57
 

@@ -11,7 +11,7 @@ import torch
 from planlife.testing.aiter_double import aiter_double
 
 from ..planner_contract import VECTORS
-from .double_call import INT32, lens_of, plan_of
+from .double_call import INT32, copy_of, lens_of, plan_of
 from .refused_calls import LENS
 
 
@@ -86,4 +86,5 @@ def test_a_plan_cannot_be_rebound_and_is_told_by_identity(double):
     plan = plan_of(lens_of(*LENS))
     with pytest.raises(AttributeError):
         plan.work_info = None
-    assert hash(plan) == hash(plan)
+    assert hash(copy_of(plan)) == hash(plan)  # of the same tensors
+    assert hash(copy_of(plan, work_info=plan.work_info.clone())) != hash(plan)

@@ -75,7 +75,7 @@ def test_what_the_stand_in_objects_to_shows_and_is_not_ok(monkeypatch: pytest.Mo
     monkeypatch.setattr(KVPool, "__init__", with_nan_tails)
     result = run_demo(SMALL)
 
-    assert result.num_mismatches == 0, "the stand-in itself multiplies nothing with a weight of 0"
+    assert result.num_mismatches == 0, "the double itself multiplies nothing with a weight of 0"
     assert result.stand_in is not None and result.stand_in.num_compile_keys_after_seal == 0
     assert not result.ok
     assert dict(result.rows())["first violation"].startswith("V is not finite in the unwritten tail")
