@@ -509,6 +509,16 @@ def test_threads_that_decode_one_plan_with_different_row_counts_get_their_own_ro
             torch.testing.assert_close(output, expected[:rows], rtol=2e-2, atol=2e-3)
 
 
+def test_a_class_of_which_aiter_takes_no_call_is_refused_when_it_is_minted(make_world, aiter):
+    """What it was asked when the manager was made ends before it looks at scratch."""
+    aiter.refusal = ValueError("exp_sums must be contiguous")
+    with pytest.raises(ConfigError, match="aiter's pa_decode refuses this call: exp_sums must be contiguous"):
+        make_world()
+    aiter.refusal = None
+    world = make_world()  # positive control
+    world.assert_right(world.decode(world.plan(LENS)))
+
+
 def test_what_aiter_cannot_compile_is_refused_when_a_class_is_minted(make_world, aiter):
     """Its schedule asserts what its host checks say nothing of."""
     aiter.refusal = AssertionError("LDS")

@@ -35,7 +35,7 @@ def few_classes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "config", KINDS, ids=lambda one: f"{one.double} {one.aiter_generation} {one.kv} {one.kv_scales} {one.style}"
 )
-def test_every_output_is_right_and_the_stand_in_objects_to_nothing(config: DemoConfig) -> None:
+def test_every_output_is_right_and_the_double_objects_to_nothing(config: DemoConfig) -> None:
     result = run_demo(config)
     shown, seen = dict(result.rows()), result.stand_in
 
@@ -66,7 +66,7 @@ def test_a_key_that_is_new_while_serving_shows_and_is_not_ok(monkeypatch: pytest
     assert not result.ok
 
 
-def test_what_the_stand_in_objects_to_shows_and_is_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_double_objects_to_shows_and_is_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
     make_pool = KVPool.__init__
 
     def with_nan_tails(self: KVPool, *args: Any, **kwargs: Any) -> None:
@@ -81,7 +81,7 @@ def test_what_the_stand_in_objects_to_shows_and_is_not_ok(monkeypatch: pytest.Mo
     assert dict(result.rows())["first violation"].startswith("V is not finite in the unwritten tail")
 
 
-def test_a_stand_in_that_decoded_nothing_is_not_ok() -> None:
+def test_a_double_that_decoded_nothing_is_not_ok() -> None:
     assert StandIn("gfx942", "G3", 5, 7, 0, ()).ok
     assert not StandIn("gfx942", "G3", 0, 7, 0, ()).ok
 
