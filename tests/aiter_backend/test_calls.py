@@ -228,10 +228,11 @@ def test_scales_that_are_tensors_are_passed_as_they_are(make_world, aiter):
     layer = {name: torch.nn.Parameter(scale, requires_grad=False) for name, scale in world.scales.items()}
     world.assert_right(world.decode(plan, **layer))  # a subclass of torch.Tensor
     assert all(aiter.decodes[-1][name] is scale for name, scale in layer.items())
-    mixed = {"key_scale": world.scales["key_scale"], "value_scale": 3}
-    world.assert_right(world.decode(plan, **mixed), **mixed)
-    assert aiter.decodes[-1]["key_scale"] is world.scales["key_scale"]
-    assert aiter.decodes[-1]["value_scale"].dtype is torch.float32
+    for number in (3, 0.5):  # of which the tensor has the second
+        mixed = {"key_scale": world.scales["key_scale"], "value_scale": number}
+        world.assert_right(world.decode(plan, **mixed), **mixed)
+        assert aiter.decodes[-1]["key_scale"] is world.scales["key_scale"]
+        assert aiter.decodes[-1]["value_scale"].dtype is torch.float32
 
 
 @pytest.mark.parametrize("name", ["key_scale", "value_scale"])
