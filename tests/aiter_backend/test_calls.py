@@ -458,6 +458,10 @@ def test_what_is_made_in_inference_mode_serves_outside_of_it_and_the_other_way_r
             for rows in (3, 4):
                 output = world.decode(plan, rows=rows, key_scale=0.5, value_scale=3.0)
                 world.assert_right(output, key_scale=0.5, value_scale=3.0)
+                # Whoever writes these, in whatever mode: the manager's own bytes are no inference tensors.
+                given = aiter.decodes[-1]
+                own = ("context_lengths", "exp_sums", "max_logits", "temporary_output", "key_scale", "value_scale")
+                assert not any(given[name].is_inference() for name in own)
 
 
 @pytest.mark.parametrize("max_plan_rows", [4096, 2])
