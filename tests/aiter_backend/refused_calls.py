@@ -70,8 +70,9 @@ def _per_token(change: Callable[[torch.Tensor], torch.Tensor]) -> Spoil:
 
 
 N, T, V = NotImplementedError, TypeError, ValueError
-#: (row of the contract, what is wrong, exception, what the message names), in the library's order. FP8 on gfx942, head
-#: dim 64, page 16, one KV head, a group of 2.
+#: (row, what is wrong, exception, what the message names). Rows count the checks that the library's pa_decode makes
+#: before it launches, 42 in their order; some can fail in several ways. What is spoilt is a `valid_call` of gfx942: FP8,
+#: head dim 64, pages of 16, a group of 2 on one KV head.
 DECODE_FAULTS: list[tuple[int, Spoil, type[Exception], str]] = [
     (1, lambda c: {"work_plan": object()}, T, "work_plan"),
     (2, lambda c: {"context_partition_size": 128}, N, "context_partition_size"),

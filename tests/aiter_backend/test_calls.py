@@ -200,7 +200,7 @@ def test_host_scales_reach_aiter_as_tensors_in_the_order_of_the_layers(make_worl
     world.set_lens(LENS)
     step = Step(world.lens[:3])
     plan = world.manager.plan_for(step)
-    layers = [(0.5, 2), (3.0, 0.25)]
+    layers = [(0.5, 2), (3.0, 0.25), (torch.tensor([0.75]), 1.5), (1.25, torch.tensor([2.5]))]
     outputs = [torch.full_like(world.output[:3], torch.nan) for _ in layers]
 
     def run(plan: Any) -> None:
@@ -512,6 +512,22 @@ def test_threads_that_decode_one_plan_with_different_row_counts_get_their_own_ro
     for rows, outputs in found.items():
         for output in outputs:
             torch.testing.assert_close(output, expected[:rows], rtol=2e-2, atol=2e-3)
+
+
+def test_a_form_of_v_that_this_aiter_does_not_take_keeps_no_class_from_being_minted(aiter):
+    def of_5d_values(output: Any, query: Any, key_cache: Any, value_cache: Any, *rest: Any, **keywords: Any) -> None:
+        if value_cache.dim() != 5:
+            raise ValueError("value_cache must have rank 5")
+        aiter.pa_decode(output, query, key_cache, value_cache, *rest, **keywords)
+
+    of_5d_values.__signature__ = inspect.signature(aiter.pa_decode)  # type: ignore[attr-defined]
+    library = aiter.library(pa_decode=of_5d_values)
+    world = PackedWorld(FP8, AiterBackend(library=library, architecture_of=lambda device: "gfx942"))
+    plan = world.plan(LENS)
+    world.assert_right(world.decode(plan))
+    world.value_cache = world.value_cache.transpose(2, 3).flatten(3)
+    with pytest.raises(ConfigError, match="refuses this call: value_cache must have rank 5"):
+        world.decode(plan)
 
 
 def test_a_class_of_which_aiter_takes_no_call_is_refused_when_it_is_minted(make_world, aiter):

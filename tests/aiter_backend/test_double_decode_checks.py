@@ -22,18 +22,17 @@ FAULT_IDS = [f"{row} {message}" for row, _, _, message in DECODE_FAULTS]
 @pytest.mark.parametrize(("row", "spoil", "error", "message"), DECODE_FAULTS, ids=FAULT_IDS)
 def test_decode_refuses_what_the_library_refuses(double, row, spoil, error, message):
     call = valid_call(double)
-    before = call["output"].clone()
     with pytest.raises(error, match=message) as caught:
         pa_decode(**{**call, **spoil(call)})
     assert type(caught.value) is error
-    assert torch.equal(call["output"].isnan(), before.isnan())
+    assert call["output"].isnan().all()
     assert (num_compiled(double, "tile") > 0) == (row >= 41)  # the scratch is looked at after the compile
     pa_decode(**call)  # the control: nothing else is wrong with this call
     assert not call["output"].isnan().any()
 
 
 def test_every_row_of_the_contract_that_can_be_reached_on_this_machine_is_in_the_table():
-    elsewhere = {15, 20, 28, 40, 42}  # other machines and caches below; 42 cannot be reached after 37
+    elsewhere = {15, 20, 28, 40, 42}  # of other machines and caches: tests below; 42 cannot be reached after 37
     assert {row for row, *_ in DECODE_FAULTS} | elsewhere == set(range(1, 43))
 
 
