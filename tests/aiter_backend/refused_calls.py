@@ -71,8 +71,8 @@ def _per_token(change: Callable[[torch.Tensor], torch.Tensor]) -> Spoil:
 
 N, T, V = NotImplementedError, TypeError, ValueError
 #: (row, what is wrong, exception, what the message names). Rows count the checks that the library's pa_decode makes
-#: before it launches, 42 in their order; some can fail in several ways. What is spoilt is a `valid_call` of gfx942: FP8,
-#: head dim 64, pages of 16, a group of 2 on one KV head.
+#: before it launches, 42 in their order; some can fail in several ways. What is spoilt is a `valid_call` of gfx942:
+#: FP8, head dim 64, pages of 16, a group of 2 on one KV head.
 DECODE_FAULTS: list[tuple[int, Spoil, type[Exception], str]] = [
     (1, lambda c: {"work_plan": object()}, T, "work_plan"),
     (2, lambda c: {"context_partition_size": 128}, N, "context_partition_size"),

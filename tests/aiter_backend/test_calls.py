@@ -295,13 +295,16 @@ def test_odd_strides_which_aiter_does_not_check_are_refused(make_world, aiter):
     world = make_world()
     plan = world.plan(LENS)
     num_calls = len(aiter.decodes)
-    wide = torch.zeros(4, 8, 65, dtype=torch.bfloat16)
-    world.query = wide[..., :64]
-    with pytest.raises(ConfigError, match=r"query's strides are \[520, 65, 1\].*must be even"):
-        world.decode(plan)
-    assert len(aiter.decodes) == num_calls
-    world.query = torch.zeros(4, 8, 66, dtype=torch.bfloat16)[..., :64]  # positive control
-    world.assert_right(world.decode(plan))
+    for what in ("query", "output"):
+        whole = getattr(world, what)
+        setattr(world, what, torch.zeros(4, 8, 65, dtype=torch.bfloat16)[..., :64])
+        with pytest.raises(ConfigError, match=rf"{what}'s strides are \[520, 65, 1\].*must be even"):
+            world.decode(plan)
+        assert len(aiter.decodes) == num_calls
+        setattr(world, what, torch.zeros(4, 8, 66, dtype=torch.bfloat16)[..., :64])  # positive control
+        world.assert_right(world.decode(plan))
+        setattr(world, what, whole)
+        num_calls += 1
 
 
 @pytest.mark.parametrize("what", ["query", "output"])
