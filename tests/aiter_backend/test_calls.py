@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -179,6 +180,19 @@ def test_warm_runs_every_row_count_that_a_class_can_have_so_that_no_call_is_the_
         assert counts == {(rows, 2) for rows in (1, 2)} | {(rows, 7) for rows in range(3, 8)} | {
             (rows, 9) for rows in range(1, 10)
         }
+
+
+def test_a_class_is_run_once_for_each_site_and_device_that_share_a_backend(aiter):
+    backend = AiterBackend(library=aiter.library(), architecture_of=lambda device: "gfx942")
+
+    def head_dims_run(spec: PlanSpec, device: str) -> set[int]:
+        aiter.decodes.clear()
+        backend.compile(spec, 4, SimpleNamespace(name=device, num_compute_units=8))
+        return {call["query"].shape[2] for call in aiter.decodes}
+
+    sites = [(BF16, "cpu"), (replace(BF16, head_dim=128), "cpu"), (BF16, "cpu:0")]
+    assert [head_dims_run(*site) for site in sites] == [{64}, {128}, {64}]
+    assert [head_dims_run(*site) for site in sites] == [set()] * 3
 
 
 def test_a_softmax_scale_that_was_not_compiled_is_refused_and_one_that_float32_cannot_tell_is_passed_as_compiled(
