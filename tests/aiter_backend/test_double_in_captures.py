@@ -10,7 +10,7 @@ import torch
 from planlife.testing import EmulatedGraph, launch, record
 from planlife.testing.aiter_double import AiterDouble, DoubleViolation, aiter_double
 
-from .double_call import assert_right, lens_of, pa_decode, plan_of, valid_call
+from .double_call import assert_right, copy_of, lens_of, pa_decode, plan_of, valid_call
 
 
 @pytest.mark.parametrize("generation", ["G1a", "G2", "G3"])
@@ -64,7 +64,7 @@ def test_a_capture_may_use_a_compile_key_only_again(double):
             pa_decode(**call, sinks=sinks)
     other = plan_of(lens_of(1, 2, 3), max_partitions=3)
     lens = lens_of(1, 2)
-    small = type(other)(other.work_info[:6], other.reduce_info[:2], 1, 3)
+    small = copy_of(other, work_info=other.work_info[:6], reduce_info=other.reduce_info[:2])
     with pytest.raises(DoubleViolation, match=r"first use.*'plan'"):
         with record(EmulatedGraph()):
             plan_of(lens, plan=small)
