@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from .aiter_plan import AiterPlan, RowCountViews, scratch_bytes, table_bytes
 from .aiter_sample import SampleCall
 from .aiter_scales import cache_scales_on_device, check_softmax_scales, compiled_softmax_scale, default_softmax_scale
 from .torch_backend import count_differences
+
+#: What aiter's host code raises, its choice of a schedule included, before it compiles or launches anything.
+_HOST_CHECKS = (TypeError, ValueError, NotImplementedError, AssertionError)
 
 
 def architecture_of(device: Any) -> str:
@@ -66,7 +70,10 @@ class AiterBackend:
         self._compiled: set[tuple[str, PlanSpec, int, int]] = set()
 
     def refuse_spec(self, spec: PlanSpec, device: Any) -> Sequence[str]:
-        architecture = self._architecture_of(device)
+        try:
+            architecture = self._architecture_of(device)
+        except Exception as error:  # whatever a driver raises is a reason
+            return [f"the architecture of {device.name} cannot be had ({_told(error)}); pass 'triton' or 'torch'"]
         if not architecture:
             way_out = "'torch'" if device.name == "cpu" else "'triton'"
             return [f"aiter's kernels are for AMD GPUs, and {device.name} is none; pass {way_out}"]
@@ -78,46 +85,66 @@ class AiterBackend:
         return [*reasons, *known] if known or not refusal else [refusal]
 
     def _ask_library(self, spec: PlanSpec, device: Any, architecture: str) -> str | None:
-        """What this aiter says against a call of this site with one row, as far as its host code decides; "": nothing.
+        """What this aiter says against calls of this site, as far as its host code decides; "": nothing.
 
-        Its predicate is asked where it has one, else pa_decode itself, with a plan at which its host checks end.
         None: nobody could be asked, because the device has no room for the tensors of one call.
         """
-        can_use = self._library.can_use
-        name = "pa_decode" if can_use is None else "can_use_flydsl_pa_decode"
-        scale = self._scales_of(spec)[0]
-        says = ""
         with device.relaxed():
             try:
                 sample = SampleCall(spec, 1, device.name)
-                tables, scratch = self._sample_tables(spec, 1, device)
+                buffer, scratch = self._sample_buffers(spec, 1, device)
             except Exception:  # a backend that raises is no answer
                 return None
-            views = RowCountViews(tables, scratch, 1)
-            if can_use is None:
-                views.plan = _ending_plan(self._library.plan_type, views.plan)
-            for caches in sample.caches:
-                output, query, key_cache, value_cache, block_tables = sample.call(1, caches)
-                try:
-                    is_served = _call_decode(
-                        can_use or self._library.decode, tables, views, output, query, key_cache, value_cache,
-                        block_tables, block_tables.shape[1], scale, caches.key_scale, caches.value_scale, None,
-                    )  # fmt: skip
-                except _EndOfHostChecks:
-                    return ""
-                except Exception as error:  # whatever a library raises is its answer
-                    says = f"{type(error).__name__}: {error}"
-                else:
-                    if is_served is True or can_use is None:
-                        return ""
-                    says = "without a reason" if is_served is False else f"it answers {is_served!r}"
+            asked, says = self._ask_about(spec, device, sample, buffer, scratch)
+        if not says:
+            return ""
         # Which texts read BF16 caches, and where, no signature tells.
         fp8 = FP8_OF_ARCHITECTURE.get(architecture) if spec.kv_dtype == "bfloat16" else None
         way_out = f"make the cache {fp8}, " if fp8 else ""
         return (
-            f"this aiter's {name} refuses calls of this site on {architecture} ({says}); {way_out}upgrade aiter, or "
+            f"this aiter's {asked} refuses calls of this site on {architecture} ({says}); {way_out}upgrade aiter, or "
             "pass 'triton'"
         )
+
+    def _ask_about(
+        self, spec: PlanSpec, device: Any, sample: SampleCall, buffer: torch.Tensor, scratch: torch.Tensor
+    ) -> tuple[str, str]:
+        """Who was asked last about a call of one row, and what it says against it; "": nothing.
+
+        The planner is asked, then the predicate where there is one, else pa_decode itself. What would launch gets a
+        plan at which its host checks end.
+        """
+        can_use = self._library.can_use
+        asked = "PADecodePlan"
+        try:
+            tables = self.make_tables(spec, 1, device.num_compute_units, buffer)
+            views = RowCountViews(tables, scratch, 1)
+            ending_plan = _ending_plan(self._library.plan_type, views.plan)
+            asked = "plan_pa_decode"
+            with suppress(_EndOfHostChecks):
+                self._call_planner(tables, ending_plan)
+        except Exception as error:  # whatever a library raises is its answer
+            return asked, _told(error)
+        if can_use is None:
+            asked, views.plan = "pa_decode", ending_plan
+        else:
+            asked = "can_use_flydsl_pa_decode"
+        says = ""
+        for caches in sample.caches:
+            tensors = sample.call(1, caches)
+            scales = self._scales_of(spec)[0], caches.key_scale, caches.value_scale
+            try:
+                is_served = _call_decode(
+                    can_use or self._library.decode, tables, views, *tensors, tensors[-1].shape[1], *scales, None
+                )
+                if is_served is True or can_use is None:
+                    return asked, ""
+                says = "without a reason" if is_served is False else f"it answers {_shown(is_served)}"
+            except _EndOfHostChecks:
+                return asked, ""
+            except Exception as error:
+                says = _told(error)
+        return asked, says
 
     def refuse_step(self, spec: PlanSpec, context_lens: Any) -> Sequence[str]:
         return ()
@@ -151,25 +178,28 @@ class AiterBackend:
 
         What aiter compiles depends on rows and capacity by thresholds that are its own, and is asked for by calls.
         Besides: with each form of V; with sinks of either dtype and without; and with caches of each size that is
-        addressed otherwise, which sinks have nothing to do with. Takes query, output and block tables of the class
-        while it runs.
+        addressed otherwise, which sinks have nothing to do with. Takes compile_bytes() while it runs.
 
-        Raises ConfigError for a class that aiter's reducer cannot index (R47), or that aiter refuses, and MemoryError.
+        Raises ConfigError for a class that aiter's reducer cannot index (R47), or that aiter refuses or cannot compile,
+        and MemoryError.
         """
+        check_reducer(spec, plan_rows)
         try:
             self._run_class(spec, plan_rows, device, least_rows)
         except torch.cuda.OutOfMemoryError as error:
-            raise MemoryError(
-                f"none is left for calls of {plan_rows} rows, by which aiter compiles: {error}"
-            ) from error
+            raise MemoryError(str(error)) from error
+        except RuntimeError as error:
+            if "DefaultCPUAllocator" not in str(error):  # a bare RuntimeError is all that it has
+                raise
+            raise MemoryError(str(error)) from error
         return 1  # per class, as on every backend
 
     def _run_class(self, spec: PlanSpec, plan_rows: int, device: Any, least_rows: int) -> None:
-        check_reducer(spec, plan_rows)
         sample = SampleCall(spec, plan_rows, device.name, (0, *WIDE_CACHE_BYTES))
-        tables, scratch = self._sample_tables(spec, plan_rows, device)
+        buffer, scratch = self._sample_buffers(spec, plan_rows, device)
+        tables = self.make_tables(spec, plan_rows, device.num_compute_units, buffer)
         self.refresh(tables, torch.zeros(plan_rows, dtype=torch.int32, device=device.name), plan_rows)
-        if self._call_planner(tables) is not tables.plan:
+        if self._call_planner(tables, tables.plan) is not tables.plan:
             raise ConfigError(
                 "aiter's plan_pa_decode(plan=...) made another plan: the one it was given is not refreshed."
             )
@@ -180,7 +210,9 @@ class AiterBackend:
                 self._compiled.add(key)
 
     def _run_variants(self, tables: AiterPlan, scratch: torch.Tensor, sample: SampleCall, num_rows: int) -> None:
-        refusals = []
+        """Calls of one row count in every form. Some may not go: this aiter does not take them, or cannot compile them,
+        and says so again to an engine that has them."""
+        refusals: list[str] = []  # texts: an exception would hold this frame, and all that it holds
         num_run = 0
         for softmax_scale in tables.softmax_scales:
             for caches, sinks in sample.variants:
@@ -188,26 +220,28 @@ class AiterBackend:
                 try:
                     self.decode(tables, scratch, *sample.call(num_rows, caches), *scales, sinks, None)
                     num_run += 1
-                except ConfigError as error:
-                    refusals.append(error)  # a form of V or sinks that this aiter does not take
                 except (MemoryError, torch.cuda.OutOfMemoryError):
                     raise
+                except ConfigError as error:
+                    refusals.append(str(error))
                 except Exception as error:  # of what it compiles, which its host checks say nothing of
-                    raise ConfigError(
-                        f"aiter cannot compile a class of {tables.reduce_info.shape[0]} rows: calls of {num_rows} rows "
-                        f"fail ({type(error).__name__}: {error}). Give the manager backend='triton', or "
-                        "fallback='triton' for what aiter cannot compile."
-                    ) from error
+                    plan_rows = tables.reduce_info.shape[0]
+                    refusals.append(
+                        f"aiter cannot compile a class of {plan_rows} rows: calls of {num_rows} rows fail "
+                        f"({_told(error)}). Give the manager backend='triton', or fallback='triton' for what aiter "
+                        "cannot compile."
+                    )
         if not num_run:
-            raise refusals[0]
+            raise ConfigError(refusals[0])
 
-    def _sample_tables(self, spec: PlanSpec, plan_rows: int, device: Any) -> tuple[AiterPlan, torch.Tensor]:
+    def _sample_buffers(self, spec: PlanSpec, plan_rows: int, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a table set and of its scratch."""
         num_cu = device.num_compute_units
         buffer, scratch = (
             torch.zeros(num_bytes, dtype=torch.uint8, device=device.name)
             for num_bytes in (self.table_bytes(spec, plan_rows, num_cu), self.scratch_bytes(spec, plan_rows, num_cu))
         )
-        return self.make_tables(spec, plan_rows, num_cu, buffer), scratch
+        return buffer, scratch
 
     def make_tables(self, spec: PlanSpec, plan_rows: int, num_compute_units: int, buffer: Any) -> AiterPlan:
         return AiterPlan(self._library, spec, plan_rows, num_compute_units, buffer, self._scales_of(spec))
@@ -224,9 +258,14 @@ class AiterBackend:
             lens, staged = context_lens[:num_rows], tables.staged_lens[:num_rows]
             torch.clamp(lens, 0, tables.spec.max_context_tokens, out=staged)
             tables.lens_and_emptied[num_rows:].zero_()
-        self._call_planner(tables)
+        try:
+            self._call_planner(tables, tables.plan)
+        except _HOST_CHECKS as error:
+            raise ConfigError(
+                f"aiter's plan_pa_decode refuses these tables: {error}. Give the manager backend='triton'."
+            ) from error
 
-    def _call_planner(self, tables: AiterPlan) -> Any:
+    def _call_planner(self, tables: AiterPlan, plan: Any) -> Any:
         spec = tables.spec
         return self._library.plan(
             tables.staged_lens,
@@ -234,7 +273,7 @@ class AiterBackend:
             max_partitions=tables.max_partitions,
             sliding_window=spec.sliding_window,
             query_length=spec.query_length,
-            plan=tables.plan,
+            plan=plan,
         )
 
     def decode(
@@ -293,7 +332,7 @@ class AiterBackend:
                 self._library.decode, tables, views, output, query, key_cache, value_cache, block_tables, num_columns,
                 compiled_scale, key_scale, value_scale, sinks,
             )  # fmt: skip
-        except (TypeError, ValueError, NotImplementedError) as error:  # its host checks, before anything is launched
+        except _HOST_CHECKS as error:
             raise ConfigError(
                 f"aiter's pa_decode refuses this call: {error}. Nothing was launched. Pass what it asks for, or give "
                 "the manager backend='triton'."
@@ -364,6 +403,14 @@ def _ending_plan(plan_type: Any, plan: Any) -> Any:
 
     fields = {name: getattr(plan, name) for name in PLAN_FIELDS}
     return type(plan_type.__name__, (plan_type,), {"validate": validate})(**fields)
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _shown(answer: object) -> str:
+    return repr(answer)
 
 
 def _check_strides(query: torch.Tensor, output: torch.Tensor) -> None:
