@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -222,3 +223,15 @@ def _misfits(name: str, function: Callable[..., Any], positionals: Sequence[str]
             f"the {name} of the aiter here needs {', '.join(more)}, which this planlife does not know: upgrade planlife"
         ]
     return []
+
+
+def ask_count(function: Callable[..., Any], *args: Any, **keywords: Any) -> int | None:
+    """What one of the newer functions counts; None where it gives no count >= 1.
+
+    They are called as announced, and what is released may answer otherwise, or not for every shape.
+    """
+    try:
+        count = operator.index(function(*args, **keywords))
+    except Exception:  # whatever a library raises, nobody is stopped by a number that was only better
+        return None
+    return count if count >= 1 else None

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 
 from .aiter_library import AiterLibrary, probe
-from .backends.aiter_backend import FP8_OF_ARCHITECTURE, AiterBackend, architecture_of
+from .backends.aiter_backend import AiterBackend, architecture_of
+from .backends.aiter_limits import FP8_OF_ARCHITECTURE
 from .ladder import CapacityLadder
 from .manager import PlanManager
 from .spec import DTYPE_BYTES, PlanSpec, Step, check_int
 from .torch_device import resolve_device
 
 _ROWS, NUM_LAYERS, _PAGES = 8, 4, 8
-_STAND_IN_ARCHITECTURE = "gfx942"
+_IDLE_ARCHITECTURE = "gfx942"
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class WrapperFigure:
     """Host microseconds of one layer's call, round by round.
 
     writes_us: of the launches that put scales given as numbers where aiter reads them, 0 for all other scales.
-    spared_us: of the tensors that pa_decode makes of such numbers itself, and that a stand-in does not; else 0.
+    spared_us: of the tensors that aiter's pa_decode makes of such numbers, where an idle one makes none; else 0.
     """
 
     call: str
@@ -71,11 +72,9 @@ def measure_wrapper(
     check_int("num_rounds", num_rounds, at_least=1)
     check_int("calls_per_round", calls_per_round, at_least=1)
     here = resolve_device(device)
-    stand_in = AiterLibrary(plan_nothing, decode_nothing, IdlePlan)
+    idle = AiterLibrary(plan_nothing, decode_nothing, IdlePlan)
     reports = [
-        _measure(
-            "a pa_decode that returns at once", stand_in, _STAND_IN_ARCHITECTURE, here, num_rounds, calls_per_round
-        )
+        _measure("a pa_decode that returns at once", idle, _IDLE_ARCHITECTURE, here, num_rounds, calls_per_round)
     ]
     installed, reasons = probe()
     architecture = architecture_of(here)

@@ -82,7 +82,7 @@ def planlife() -> None:
 @click.option(
     "--double",
     type=click.Choice(["gfx942", "gfx950", "gfx1250"]),
-    help="For --backend aiter without an AMD GPU: take --device for this one, with a strict stand-in for its aiter; "
+    help="For --backend aiter without an AMD GPU: take --device for this one, with the strict double of aiter; "
     "what is installed unless given.",
 )
 @click.option(

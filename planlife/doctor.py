@@ -426,7 +426,7 @@ def _platform(torch: Any) -> str:
 
 def _aiter_conditions(spec: PlanSpec, ladder: CapacityLadder) -> tuple[str, ...]:
     # Imported here: it needs torch, which may be what is missing.
-    from .backends.aiter_backend import conditions
+    from .backends.aiter_limits import conditions
 
     return conditions(spec, ladder.classes)
 

@@ -40,7 +40,7 @@ from .item import Item, State
 from .ladder import CapacityLadder
 from .plan import Arena, Mark, OffPlan, Pair, Plan, Segment, StepPlan, Tables, describe_owner
 from .report import ArenaLine, Counters, MemoryReport, PlanLine, SiteLine
-from .residency import NoRoomError, Residency
+from .residency import CompileError, NoRoomError, Residency
 from .sizing import Sizing
 from .slot import Answers, Slot, Why
 from .spec import PlanSpec, Step, check_int
@@ -95,8 +95,9 @@ class PlanManager:
     budget_bytes that holds not even one call), BackendUnavailableError where a named backend or device is not here.
     After close() whatever would plan, decode or change something raises ClosedError; with sanitize="raise" it may raise
     StalePlanError about an earlier decode.
-    Threads: every method may be called from any thread, none from a __del__ or a finaliser. Allocates: no buffer before
-    the first capture phase.
+    Threads: every method may be called from any thread, none from a __del__ or a finaliser. Two that decode at the same
+    time need different ubatches or lanes: in one they would overwrite each other's scratch, which nothing detects.
+    Allocates: no buffer before the first capture phase.
     """
 
     def __init__(
@@ -140,6 +141,8 @@ class PlanManager:
         )
         self._slots = self._make_slots(specs, ladders, refusals)
         self._answers = {key: Answers(slot) for key, slot in self._slots.items()}
+        #: By (site, class): why the backend could not compile it, where the fallback takes its steps instead.
+        self._refused_classes: dict[tuple[str, int], str] = {}
 
         self._lock = threading.RLock()
         self._num_phases = 0
@@ -297,10 +300,13 @@ class PlanManager:
         """Mint every class (or those of these row counts) of every site and ubatch, largest first.
 
         Under a budget below the worst case every class is compiled and what fits stays resident; nothing is evicted
-        to make room. Each mint is all or nothing; an exception leaves those before it usable.
+        to make room. Each mint is all or nothing; an exception leaves those before it usable. A class that the backend
+        cannot compile is the fallback's from then on, with an event and a warning; without a fallback its error is
+        raised.
 
         Raises MintError outside a capture phase or while recording, ConfigError for what is no row count, CapacityError
-        for rows beyond a ladder, BudgetError when the allocator has no memory.
+        for rows beyond a ladder, BudgetError when the allocator has no memory; without a fallback, ConfigError or
+        MintError for a class that the backend cannot compile.
         Capture: no. Syncs: as the backend's compiles do. Allocates: yes.
         """
         self._enter("warm")
@@ -325,8 +331,12 @@ class PlanManager:
             for slot, plan in todo:
                 with plan.lock, self._lock:
                     self._check_open("warm")  # a hook or another thread may have closed it meanwhile
-                    if not (plan.is_resident and slot.arena.is_resident):
+                    if (plan.is_resident and slot.arena.is_resident) or self._refusal_of_class(plan):
+                        continue
+                    try:
                         self._residency.mint_what_fits(plan, slot.arena)
+                    except CompileError as error:
+                        self._refuse_class(plan, error)
         finally:
             self._announcer.deliver()
 
@@ -933,6 +943,8 @@ class PlanManager:
             self._residency.store.touch(plan)
             self._residency.store.touch(slot.arena)
             return None
+        if refusal := self._refusal_of_class(plan):
+            return Why("refused class", refusal)
         if mark.capture_id:
             if self._fallback is None:
                 raise self._announcer.refuse(MintError(self._residency.why_not_resident(plan, slot.arena)))
@@ -948,11 +960,30 @@ class PlanManager:
             logger.warning("%s: minting it now, which stalls this step (on_miss='mint')", text)
         try:
             self._materialise(slot, plan, mark)
+        except CompileError as error:
+            return Why("refused class", self._refuse_class(plan, error))
         except NoRoomError as error:
             if self._num_phases or self._on_miss == "raise":
                 raise
             return Why(error.code, f"{error.code}: {error}", may_pass=True)
         return None
+
+    def _refuse_class(self, plan: Plan, error: CompileError) -> str:
+        """The backend cannot compile a class: from now on it is the fallback's, for all ubatches; returns why.
+
+        Raises what the backend raised where there is no fallback. The manager's lock is held.
+        """
+        if self._fallback is None:
+            raise self._announcer.refuse(error.refusal) from error.refusal.__cause__
+        which = f"class {plan.class_rows} of site {plan.site!r}"
+        text = f"backend {self._backend.name} cannot compile {which}: {error.refusal}"
+        self._refused_classes[(plan.site, plan.class_rows)] = text
+        self._announcer.note("refuse", plan, text)
+        logger.warning("%s The fallback takes its steps.", text)
+        return text
+
+    def _refusal_of_class(self, plan: Plan) -> str:
+        return self._refused_classes.get((plan.site, plan.class_rows), "")
 
     def _materialise(self, slot: Slot, plan: Plan, mark: Mark) -> None:
         try:
@@ -1274,13 +1305,13 @@ class PlanManager:
                         plan.site,
                         plan.class_rows,
                         plan.ubatch,
-                        plan.state.value,
+                        "refused" if refusal else plan.state.value,
                         plan.num_bytes,
                         plan.num_pins,
-                        self._residency.tombstone_of(plan),
+                        refusal or self._residency.tombstone_of(plan),
                     )
                     for plan in plans
-                    if plan.state is not State.ABSENT
+                    if (refusal := self._refusal_of_class(plan)) or plan.state is not State.ABSENT
                 ),
                 arenas=tuple(
                     ArenaLine(

@@ -50,7 +50,10 @@ class SiteLine:
 
 @dataclass(frozen=True)
 class PlanLine:
-    """One minted plan. num_bytes: the block it takes when resident. note: what became of it if it is not."""
+    """One minted plan, or one that the backend could not compile, whose steps are the fallback's (state "refused").
+
+    num_bytes: the block it takes when resident. note: what became of it if it is not.
+    """
 
     site: str
     class_rows: int

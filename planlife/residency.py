@@ -6,7 +6,7 @@ from typing import Any
 
 from .backends.base import Backend
 from .device import Device
-from .errors import BudgetError, MintError
+from .errors import BudgetError, ConfigError, MintError
 from .events import Announcer
 from .item import Item, State
 from .ledger import Ledger
@@ -25,6 +25,14 @@ class NoRoomError(BudgetError):
 
     def __str__(self) -> str:
         return str(self.args[1])
+
+
+class CompileError(Exception):
+    """The backend refuses to compile a class. refusal: what it raised, for those who get no other answer."""
+
+    def __init__(self, refusal: ConfigError | MintError) -> None:
+        super().__init__(str(refusal))
+        self.refusal = refusal
 
 
 class Residency:
@@ -58,7 +66,7 @@ class Residency:
 
         Victims are chosen first, evicted second, the new buffers allocated third, so that the budget holds meanwhile.
         A failure at any point leaves every item as it was; evicted ones come back without their content.
-        Raises NoRoomError.
+        Raises NoRoomError, CompileError.
         """
         items: list[Item] = [item for item in (plan, arena) if not item.is_resident]
         names = " and ".join(map(str, items))
@@ -111,7 +119,7 @@ class Residency:
             self._count_mint(plan)
 
     def mint_what_fits(self, plan: Plan, arena: Arena) -> None:
-        """Compile, and allocate only if nothing has to go for it."""
+        """Compile, and allocate only if nothing has to go for it. Raises NoRoomError, CompileError."""
         need_bytes = sum(item.num_bytes for item in (plan, arena) if not item.is_resident)
         if need_bytes <= self.ledger.room_bytes:
             self.materialise(plan, arena, "warm", in_phase=True)
@@ -181,12 +189,15 @@ class Residency:
         key = (plan.site, plan.class_rows)
         if key in self._compiled:
             return
-        with self._device.relaxed():  # another thread may record: in a re-opened phase, or with on_miss="mint"
-            num_compiles = sum(
-                self._backend.compile(spec, rows, self._device, least_rows)
-                for spec in plan.specs
-                for rows, least_rows in self._sizing.least_segment_rows(plan.site, plan.class_rows).items()
-            )
+        try:
+            with self._device.relaxed():  # another thread may record: in a re-opened phase, or with on_miss="mint"
+                num_compiles = sum(
+                    self._backend.compile(spec, rows, self._device, least_rows)
+                    for spec in plan.specs
+                    for rows, least_rows in self._sizing.least_segment_rows(plan.site, plan.class_rows).items()
+                )
+        except (ConfigError, MintError) as error:
+            raise CompileError(error) from error
         self._compiled.add(key)
         self._counters.compiles += num_compiles
         if not in_phase:

@@ -15,7 +15,7 @@ import gpu_suite
 from planlife import PlanSpec
 from planlife.aiter_generation import NEWER_NAMES, AiterGeneration, imported_generation
 from planlife.aiter_library import Probe, probe
-from planlife.backends.aiter_backend import FP8_OF_ARCHITECTURE
+from planlife.backends.aiter_limits import FP8_OF_ARCHITECTURE
 from planlife.configuration import backend_reasons
 from planlife.doctor import diagnose
 from planlife.testing.aiter_double import GENERATIONS, STRANGERS

@@ -107,7 +107,7 @@ def packed_sites() -> Any:
     """A BF16 and an FP8 cache, of the FP8 that this GPU has."""
     import torch
 
-    from planlife.backends.aiter_backend import FP8_OF_ARCHITECTURE
+    from planlife.backends.aiter_limits import FP8_OF_ARCHITECTURE
     from planlife.sites import DEFAULT_SITES, Sites
 
     name = getattr(torch.cuda.get_device_properties(0), "gcnArchName", "") if torch.cuda.is_available() else ""

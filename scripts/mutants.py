@@ -94,7 +94,7 @@ GUARDS = (
     ),
     Guard(
         "the front of the tables that a call's rows need (aiter)",
-        "planlife/backends/aiter_backend.py",
+        "planlife/backends/aiter_plan.py",
         "self.plan = tables.plan_of(tables.work_info[:capacity], tables.reduce_info[:num_rows])\n",
         "self.plan = tables.plan\n",
         f"{ON_AITER}::test_a_query_that_ends_inside_a_segment_is_decoded_as_far_as_it_goes",

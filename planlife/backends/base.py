@@ -62,6 +62,9 @@ class Backend(Protocol):
         least_rows: the fewest rows that a call decodes by these tables: fewer ride a smaller class.
 
         Called inside `device.relaxed()`, so that it kills no capture of another thread.
+
+        Raises ConfigError or MintError for a class that it cannot compile, here or anywhere, with the way out: where
+        there is a fallback, that takes the class's steps. Other exceptions are faults, and go to the caller.
         """
         ...
 

@@ -10,7 +10,7 @@ from ..spec import FP8_DTYPES, KV_LAYOUTS, SCALE_KINDS, check_int
 
 STYLES = ("before-replay", "in-graph")
 BACKENDS = ("auto", "torch", "triton", "aiter")
-#: What a stand-in for aiter may stand for: GPUs, and texts of the library.
+#: What the double of aiter may be for: GPUs, and texts of the library.
 DOUBLES = ("gfx942", "gfx950", "gfx1250")
 AITER_GENERATIONS = ("G2", "G3", "G4", "newer")
 #: KV caches by the name that they go by: the dtype of the cache, and of the queries over it.
@@ -58,9 +58,9 @@ class DemoConfig:
     memory_bytes: what plans, scratch and the KV pool share.
     backend: "auto", "torch", "triton" or "aiter"; auto is torch on a CPU, and on a GPU aiter or triton where one can
         serve the demo.
-    double: a GPU of DOUBLES that `device` is taken for, with a strict stand-in for its aiter: torch ops behind the
+    double: a GPU of DOUBLES that `device` is taken for, with the strict double of aiter: torch ops behind the
         library's checks, for machines without such a GPU. None = what is installed.
-    aiter_generation: of AITER_GENERATIONS, the text of aiter that the stand-in has.
+    aiter_generation: of AITER_GENERATIONS, the text of aiter that the double has.
     device: as torch writes it. On a CPU graphs are emulated.
 
     Raises ConfigError.
@@ -98,7 +98,7 @@ class DemoConfig:
             raise ConfigError(f"double must be one of {', '.join(DOUBLES)}, or None, got {self.double!r}.")
         if self.double is not None and self.backend != "aiter":
             raise ConfigError(
-                f"double={self.double!r} does not go with backend={self.backend!r}: it stands in for aiter. "
+                f"double={self.double!r} does not go with backend={self.backend!r}: the double is of aiter. "
                 "Pass backend='aiter', or leave double out."
             )
         if self.scales is not None and self.scales not in FP8_SCALES:

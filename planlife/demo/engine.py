@@ -35,7 +35,7 @@ from .config import (
 )
 from .kv_pool import KVPool, page_bytes
 from .model import Batch, Metadata, StepBuffers, ToyModel
-from .result import DemoResult, StandIn, StepCounts
+from .result import DemoResult, DoubleCounts, StepCounts
 from .scheduler import Running, Scheduler, TokenSource, arrivals_from_trace
 from .upload import upload
 
@@ -79,7 +79,7 @@ def _run(config: DemoConfig, progress: Progress | None) -> DemoResult:
     num_captures = sum(len(sizes) for sizes in CAPTURE_ROWS.values())
     total = num_captures + config.max_steps
     with ExitStack() as stack:
-        double = stack.enter_context(_stand_in(config.double, device, config)) if config.double else None
+        double = stack.enter_context(_machine_of(config.double, device, config)) if config.double else None
         backend = _resolve_backend(config, specs, device)
         config = replace(config, device=device.name)
         watch = None
@@ -123,7 +123,7 @@ def _run(config: DemoConfig, progress: Progress | None) -> DemoResult:
             graph_kind=" and ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in graph_kinds),
             num_triton_compiles=watch.num_compiles if watch else None,
             num_triton_compiles_after_seal=watch.num_compiles - num_compiles_at_seal if watch else None,
-            stand_in=_seen_by(double, num_keys_at_seal) if double else None,
+            double=_counts_of(double, num_keys_at_seal) if double else None,
             num_graphs=sum(len(captured.graphs) for captured in engine.graphs.values()),
             num_graphs_refused=engine.num_graphs_refused,
             num_requests=len(arrivals),
@@ -140,14 +140,14 @@ def _run(config: DemoConfig, progress: Progress | None) -> DemoResult:
         )
 
 
-def _stand_in(arch: str, device: Device, config: DemoConfig) -> AbstractContextManager[AiterDouble]:
+def _machine_of(arch: str, device: Device, config: DemoConfig) -> AbstractContextManager[AiterDouble]:
     """`device` as an `arch` with aiter. What is wrong is noted and the run goes on: a mismatch would show beside it."""
     device_type = device.name.partition(":")[0]
     return aiter_machine(arch, device_type=device_type, generation=config.aiter_generation, on_violation="record")
 
 
-def _seen_by(double: AiterDouble, num_keys_at_seal: int) -> StandIn:
-    return StandIn(
+def _counts_of(double: AiterDouble, num_keys_at_seal: int) -> DoubleCounts:
+    return DoubleCounts(
         arch=double.arch,
         generation=double.generation,
         num_decodes=double.decodes,

@@ -32,8 +32,8 @@ class StepCounts:
 
 
 @dataclass(frozen=True)
-class StandIn:
-    """What the stand-in for aiter was, and what it saw. Its compile keys and violations are its own count.
+class DoubleCounts:
+    """What the double of aiter was, and what it saw. Its compile keys and violations are its own count.
 
     num_decodes: calls, those that graphs recorded among them.
     """
@@ -52,7 +52,7 @@ class StandIn:
     def rows(self) -> list[tuple[str, str]]:
         num_before = self.num_compile_keys - self.num_compile_keys_after_seal
         rows = [
-            ("aiter", f"a stand-in ({self.generation}, as on a {self.arch}): torch ops behind the library's checks"),
+            ("aiter", f"a double ({self.generation}, as on a {self.arch}): torch ops behind the library's checks"),
             ("its compile keys after seal", f"{self.num_compile_keys_after_seal:,} ({num_before:,} before)"),
             ("its violations", f"{len(self.violations):,}"),
         ]
@@ -74,7 +74,7 @@ class DemoResult:
     #: As Triton counts them; None where another backend served.
     num_triton_compiles: int | None
     num_triton_compiles_after_seal: int | None
-    stand_in: StandIn | None  #: for aiter; None where what ran is what is installed
+    double: DoubleCounts | None  #: of aiter; None where what ran is what is installed
     num_requests: int
     num_finished: int
     num_clipped: int
@@ -89,10 +89,10 @@ class DemoResult:
 
     @property
     def ok(self) -> bool:
-        """Outputs were compared, none was off, serving compiled nothing, and a stand-in had nothing to object."""
+        """Outputs were compared, none was off, serving compiled nothing, and a double had nothing to object."""
         num_compiles = self.report.counters["compiles_after_seal"] + (self.num_triton_compiles_after_seal or 0)
         is_right = self.num_rows_compared > 0 and self.num_mismatches == 0 and num_compiles == 0
-        return is_right and (self.stand_in is None or self.stand_in.ok)
+        return is_right and (self.double is None or self.double.ok)
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and value of each line of the final table."""
@@ -107,7 +107,7 @@ class DemoResult:
         rows = [
             ("device", report.device),
             ("backend", report.backend),
-            *(self.stand_in.rows() if self.stand_in else ()),
+            *(self.double.rows() if self.double else ()),
             ("capture style", config.style),
             ("KV cache", f"{config.kv_dtype}, {config.layout}, scales {config.kv_scales}"),
             ("sliding window", f"{config.window:,} tokens; it cut {self.num_rows_cut:,} output rows"),

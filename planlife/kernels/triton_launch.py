@@ -22,7 +22,7 @@ from ..errors import MintError
 Grid = tuple[int, int, int]
 Launch = Callable[..., None]
 
-#: Stand-ins for numbers when a kernel is prepared: only the annotated type counts.
+#: Examples of numbers for when a kernel is prepared: only the annotated type counts.
 _NUMBERS = {"tl.int32": 2, "tl.int64": 2, "tl.float32": 0.5}
 
 

@@ -31,8 +31,10 @@ def aiter_machine(
     with aiter_double(arch=arch, num_cu=num_cu, device_type=device_type, **settings) as double:
         probe.cache_clear()
         try:
-            sizes = () if device_type == "cuda" else aiter_backend.WIDE_CACHE_BYTES
-            with mock.patch.multiple(aiter_backend, architecture_of=architecture_of, WIDE_CACHE_BYTES=sizes):
+            patched: dict[str, Any] = {"architecture_of": architecture_of}
+            if device_type == "cuda":
+                patched["WIDE_CACHE_BYTES"] = ()
+            with mock.patch.multiple(aiter_backend, **patched):
                 yield double
         finally:
             probe.cache_clear()

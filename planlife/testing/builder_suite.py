@@ -330,9 +330,9 @@ class _Run:
             self._num_keys_at_seal = self._double.compiles
 
     def _check_events(self, where: str) -> None:
-        """Nothing fell back, and aiter's stand-in has nothing against what ran."""
+        """Nothing fell back, and aiter's double has nothing against what ran."""
         if self._double and len(self._double.violations) > self._num_violations:
-            raise BuilderFailure(f"{where}: aiter's stand-in objects: {self._double.violations[self._num_violations]}")
+            raise BuilderFailure(f"{where}: aiter's double objects: {self._double.violations[self._num_violations]}")
         for event in self.world.events:
             if event.kind == "fallback":
                 raise BuilderFailure(f"{where}: took the fallback: {event.reason}")
@@ -582,7 +582,7 @@ class _Run:
             raise BuilderFailure(f"{where}: its layers wrote something else than zeros.")
 
     def finish(self) -> None:
-        """Serving compiled nothing (R20), by aiter's own keys too where its stand-in counts them."""
+        """Serving compiled nothing (R20), by aiter's own keys too where its double counts them."""
         compiles = self.manager.report().counters["compiles_after_seal"]
         if compiles:
             raise BuilderFailure(f"{compiles} specialisations were compiled after the capture phase: warm every class.")
@@ -592,7 +592,7 @@ class _Run:
         self._check_events("the scenario")
         if self._double.decodes == self._num_decodes:
             raise BuilderFailure(
-                f"aiter's stand-in decoded nothing: the manager's backend is {self.manager.report().backend!r}. "
+                f"aiter's double decoded nothing: the manager's backend is {self.manager.report().backend!r}. "
                 "Give it backend='aiter'."
             )
         num_new = self._double.compiles - self._num_keys_at_seal
@@ -699,7 +699,7 @@ def run_scenario(
 ) -> None:
     """Make a builder, run one of SCENARIOS on it, close it.
 
-    double: the stand-in for aiter that the builder's manager decodes by (`planlife.testing.aiter_machine`), best with
+    double: the one of aiter that the builder's manager decodes by (`planlife.testing.aiter_machine`), best with
         on_violation="record". What it objects to is the builder's failure, and so is a kernel that it would have
         compiled after the capture phase.
 

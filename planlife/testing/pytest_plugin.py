@@ -22,9 +22,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--planlife-aiter",
         metavar="ARCH",
-        help="gfx942, gfx950 or gfx1250: builders find a strict stand-in for aiter on such a GPU, and must take it",
+        help="gfx942, gfx950 or gfx1250: builders find a strict double of aiter on such a GPU, and must take it",
     )
-    group.addoption("--planlife-aiter-generation", default="G3", help="of the stand-in: G2, G3 or newer (G3)")
+    group.addoption("--planlife-aiter-generation", default="G3", help="of the double: G2, G3 or newer (G3)")
     group.addoption(
         "--planlife-aiter-device",
         choices=("cpu", "cuda"),

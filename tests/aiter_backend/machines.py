@@ -16,7 +16,8 @@ from unittest import mock
 
 import pytest
 
-from planlife.backends.aiter_backend import FP8_OF_ARCHITECTURE, AiterBackend
+from planlife.backends.aiter_backend import AiterBackend
+from planlife.backends.aiter_limits import FP8_OF_ARCHITECTURE
 from planlife.testing.aiter_double import AiterDouble
 from planlife.testing.aiter_machine import aiter_machine
 

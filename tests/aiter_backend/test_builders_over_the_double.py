@@ -103,7 +103,7 @@ class CutsItsTables(Builder):
 
 def test_what_the_stand_in_objects_to_is_named_with_its_step(double: AiterDouble) -> None:
     message = failure("eager", CutsItsTables, double)
-    assert message.startswith("prepare_decode, step 1 (eager): aiter's stand-in objects: a length is beyond the block")
+    assert message.startswith("prepare_decode, step 1 (eager): aiter's double objects: a length is beyond the block")
 
 
 class PlansInService(Builder):
@@ -122,7 +122,7 @@ def test_a_kernel_that_aiter_would_compile_in_service_is_named(double: AiterDoub
 
 def test_a_builder_that_decodes_by_another_backend_is_named(double: AiterDouble) -> None:
     message = failure("eager", Builder, double, backend="torch")
-    assert message.startswith("aiter's stand-in decoded nothing: the manager's backend is 'torch'"), message
+    assert message.startswith("aiter's double decoded nothing: the manager's backend is 'torch'"), message
 
 
 def test_the_plugin_brings_the_stand_in_and_requires_that_it_is_taken(
@@ -157,6 +157,6 @@ def test_the_plugin_brings_the_stand_in_and_requires_that_it_is_taken(
     result.stdout.fnmatch_lines(
         [
             "*BuilderFailure: prepare_mtp_decode, draft pass 1 of step 1: row * decoded *",
-            "*BuilderFailure: aiter's stand-in decoded nothing*",
+            "*BuilderFailure: aiter's double decoded nothing*",
         ]
     )

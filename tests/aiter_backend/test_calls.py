@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from planlife import CapacityLadder, ConfigError, PlanSpec, RouteError, Step
-from planlife.backends import aiter_backend
-from planlife.backends.aiter_backend import WIDE_CACHE_BYTES, AiterBackend
+from planlife.backends import aiter_limits
+from planlife.backends.aiter_backend import AiterBackend
+from planlife.backends.aiter_limits import WIDE_CACHE_BYTES
 from planlife.testing.aiter_machine import aiter_machine
 from tests.aiter_backend.packed_world import PackedWorld
 from tests.aiter_backend.recording_aiter import RecordingAiter
@@ -352,7 +353,7 @@ def test_a_class_that_aiters_reducer_cannot_index_is_refused_when_it_is_minted_a
     make_world, monkeypatch
 ):
     """R47: rows x (query rows per KV head x KV heads)^2 is at most a bound."""
-    monkeypatch.setattr(aiter_backend, "MAX_REDUCER_INDICES", 3 * 8**2)
+    monkeypatch.setattr(aiter_limits, "MAX_REDUCER_INDICES", 3 * 8**2)
     with pytest.raises(ConfigError, match=r"4 x \(4 x 2\)\^2 is above.*max_plan_rows=3"):
         make_world()
     world = make_world(max_plan_rows=3)
@@ -394,11 +395,11 @@ def test_an_evicted_arena_is_not_kept_alive_by_plans_that_used_it(make_world, ai
     world.decode(plan)
     aiter.decodes.clear()
     arena, native = weakref.ref(plan.slot.arena.buffer), plan.native
-    assert len(native.call.views) == 3  # positive control
+    assert len(native.last_views.partials) == 3  # positive control
     gc.disable()
     try:
         world.manager.trim(0)
-        assert arena() is None and native.call.views == []
+        assert arena() is None and native.last_views.partials == []
     finally:
         gc.enable()
     world.assert_right(world.decode(world.plan(LENS)))
@@ -512,5 +513,7 @@ def test_threads_that_decode_one_plan_with_different_row_counts_get_their_own_ro
 def test_what_aiter_cannot_compile_is_refused_when_a_class_is_minted(make_world, aiter):
     """Its schedule asserts what its host checks say nothing of."""
     aiter.refusal = AssertionError("LDS")
-    with pytest.raises(ConfigError, match=r"aiter cannot compile a class of 1 rows: LDS\."):
+    with pytest.raises(
+        ConfigError, match=r"a class of 4 rows: calls of 1 rows fail \(LDS\)\. Give the manager backend='triton'\."
+    ):
         make_world()

@@ -13,7 +13,8 @@ import torch
 from planlife import CapacityLadder, ConfigError, PlanManager, PlanSpec
 from planlife.aiter_library import AiterLibrary, probe
 from planlife.backends import aiter_backend
-from planlife.backends.aiter_backend import (
+from planlife.backends.aiter_backend import AiterBackend, architecture_of
+from planlife.backends.aiter_limits import (
     FP8_OF_ARCHITECTURE,
     HEAD_DIM_STEP_BF16,
     HEAD_DIM_STEP_FP8,
@@ -21,8 +22,6 @@ from planlife.backends.aiter_backend import (
     MAX_PLAN_ROWS,
     PAGE_SIZES,
     SMALL_HEAD_DIM_FP8,
-    AiterBackend,
-    architecture_of,
 )
 from planlife.spec import DTYPE_BYTES, FP8_DTYPES
 from planlife.testing.aiter_machine import aiter_machine
@@ -103,14 +102,14 @@ def site_limits(here: Here) -> list[tuple[str, PlanSpec, PlanSpec]]:
 def test_what_is_just_outside_is_refused_by_the_library_itself_and_explained_and_what_is_inside_by_neither(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend, explain = here.backend(), aiter_backend._explain
+    backend, explain = here.backend(), aiter_backend.explain_refusal
     said: dict[str, list[str]] = {}
 
     def explained(*arguments: Any) -> list[str]:
         said["explanation"] = explain(*arguments)
         return []  # the library has the word
 
-    monkeypatch.setattr(aiter_backend, "_explain", explained)
+    monkeypatch.setattr(aiter_backend, "explain_refusal", explained)
     for what, inside, outside in site_limits(here):
         assert backend.refuse_spec(inside, here.device) == (), what
         assert explain(here.library, inside, here.architecture, torch.device(here.device.name)) == [], what

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from planlife import CapacityLadder, ConfigError, PlanManager, PlanSpec, Step
-from planlife.backends.aiter_backend import FP8_OF_ARCHITECTURE, AiterBackend
+from planlife.backends.aiter_backend import AiterBackend
+from planlife.backends.aiter_limits import FP8_OF_ARCHITECTURE
 from planlife.testing import lay_out, reference_decode, row_errors
 from planlife.testing.aiter_double import AiterDouble
 from planlife.testing.aiter_machine import aiter_machine

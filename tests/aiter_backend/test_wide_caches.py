@@ -10,7 +10,7 @@ import torch
 
 from planlife import CapacityLadder, PlanManager, PlanSpec, Step
 from planlife.backends import aiter_backend, aiter_sample
-from planlife.backends.aiter_backend import FP8_OF_ARCHITECTURE, WIDE_CACHE_BYTES
+from planlife.backends.aiter_limits import FP8_OF_ARCHITECTURE, WIDE_CACHE_BYTES
 from planlife.backends.aiter_sample import SampleCall, as_if_of
 from planlife.testing.aiter_double import AiterDouble, device_side
 from planlife.testing.aiter_machine import aiter_machine

@@ -12,7 +12,7 @@ from planlife import BackendUnavailableError, ConfigError
 from planlife.backends.aiter_backend import AiterBackend
 from planlife.demo import DemoConfig, engine, run_demo
 from planlife.demo.kv_pool import KVPool
-from planlife.demo.result import StandIn
+from planlife.demo.result import DoubleCounts
 from planlife.testing.aiter_machine import aiter_machine
 
 SMALL = DemoConfig(backend="aiter", double="gfx942", layout="packed", max_steps=12)
@@ -35,9 +35,9 @@ def few_classes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "config", KINDS, ids=lambda one: f"{one.double} {one.aiter_generation} {one.kv} {one.kv_scales} {one.style}"
 )
-def test_every_output_is_right_and_the_stand_in_objects_to_nothing(config: DemoConfig) -> None:
+def test_every_output_is_right_and_the_double_objects_to_nothing(config: DemoConfig) -> None:
     result = run_demo(config)
-    shown, seen = dict(result.rows()), result.stand_in
+    shown, seen = dict(result.rows()), result.double
 
     assert result.ok, (result.first_mismatch, seen)
     assert seen is not None and seen.num_decodes > 0 and seen.num_compile_keys > 0
@@ -46,7 +46,7 @@ def test_every_output_is_right_and_the_stand_in_objects_to_nothing(config: DemoC
     assert result.counts.replayed > 0 and result.counts.draft_passes_replayed > 0
     assert result.num_rows_cut > 0
     assert shown["backend"] == "aiter"
-    assert shown["aiter"].startswith(f"a stand-in ({config.aiter_generation}, as on a {config.double})")
+    assert shown["aiter"].startswith(f"a double ({config.aiter_generation}, as on a {config.double})")
     assert shown["its compile keys after seal"] == f"0 ({seen.num_compile_keys:,} before)"
     assert shown["its violations"] == "0"
     assert "aiter" not in sys.modules
@@ -61,12 +61,12 @@ def test_a_key_that_is_new_while_serving_shows_and_is_not_ok(monkeypatch: pytest
     result = run_demo(SMALL)
 
     assert result.num_mismatches == result.report.counters["compiles_after_seal"] == 0, "planlife knows of none"
-    assert result.stand_in is not None and result.stand_in.num_compile_keys_after_seal > 0
-    assert result.stand_in.violations == ()
+    assert result.double is not None and result.double.num_compile_keys_after_seal > 0
+    assert result.double.violations == ()
     assert not result.ok
 
 
-def test_what_the_stand_in_objects_to_shows_and_is_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_double_objects_to_shows_and_is_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
     make_pool = KVPool.__init__
 
     def with_nan_tails(self: KVPool, *args: Any, **kwargs: Any) -> None:
@@ -75,15 +75,15 @@ def test_what_the_stand_in_objects_to_shows_and_is_not_ok(monkeypatch: pytest.Mo
     monkeypatch.setattr(KVPool, "__init__", with_nan_tails)
     result = run_demo(SMALL)
 
-    assert result.num_mismatches == 0, "the stand-in itself multiplies nothing with a weight of 0"
-    assert result.stand_in is not None and result.stand_in.num_compile_keys_after_seal == 0
+    assert result.num_mismatches == 0, "the double itself multiplies nothing with a weight of 0"
+    assert result.double is not None and result.double.num_compile_keys_after_seal == 0
     assert not result.ok
     assert dict(result.rows())["first violation"].startswith("V is not finite in the unwritten tail")
 
 
-def test_a_stand_in_that_decoded_nothing_is_not_ok() -> None:
-    assert StandIn("gfx942", "G3", 5, 7, 0, ()).ok
-    assert not StandIn("gfx942", "G3", 0, 7, 0, ()).ok
+def test_a_double_that_decoded_nothing_is_not_ok() -> None:
+    assert DoubleCounts("gfx942", "G3", 5, 7, 0, ()).ok
+    assert not DoubleCounts("gfx942", "G3", 0, 7, 0, ()).ok
 
 
 @pytest.mark.parametrize(
@@ -110,5 +110,5 @@ def test_without_a_double_the_library_that_is_installed_is_asked(generation: str
         run_demo(config)
     with aiter_machine() as double:
         result = run_demo(dataclasses.replace(config, max_steps=2))
-    assert result.ok and result.stand_in is None and double.decodes > 0
+    assert result.ok and result.double is None and double.decodes > 0
     assert "aiter" not in dict(result.rows())

@@ -8,7 +8,8 @@ import torch
 
 from planlife import CapacityLadder, ConfigError, PlanManager
 from planlife.aiter_library import probe
-from planlife.backends.aiter_backend import FP8_OF_ARCHITECTURE, architecture_of
+from planlife.backends.aiter_backend import architecture_of
+from planlife.backends.aiter_limits import FP8_OF_ARCHITECTURE
 from planlife.torch_device import resolve_device
 from tests.aiter_backend.machines import Machine, kind_of
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from planlife.backends import aiter_backend
-from planlife.backends.aiter_backend import WIDE_CACHE_BYTES
+from planlife.backends.aiter_limits import WIDE_CACHE_BYTES
 from planlife.backends.aiter_sample import as_if_of
 from planlife.testing import reference_decode, row_errors
 from planlife.testing.aiter_double import AiterDouble, DoubleViolation, aiter_double

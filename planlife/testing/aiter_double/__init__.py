@@ -1,4 +1,4 @@
-"""A strict stand-in for aiter's FlyDSL paged decode."""
+"""A strict double of aiter's FlyDSL paged decode."""
 
 from .compile_keys import TileCompileError
 from .double import AiterDouble, DoubleViolation, aiter_double

@@ -1,4 +1,4 @@
-"""A stand-in for aiter's planned decode: as strict as the library on the host, and strict where that is silent."""
+"""The double of aiter's planned decode: as strict as the library on the host, and strict where that is silent."""
 
 from __future__ import annotations
 

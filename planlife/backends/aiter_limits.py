@@ -1,0 +1,139 @@
+"""What is known of aiter's limits, each said with its way out. The library's own answer decides; these explain it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..aiter_library import AiterLibrary, ask_count
+from ..errors import ConfigError
+from ..spec import FP8_DTYPES, PlanSpec
+from .aiter_scales import default_softmax_scale
+
+# As aiter's host code has them since ROCm/aiter#5809.
+#: plan_pa_decode: sequences of one plan.
+MAX_PLAN_ROWS = 4096
+#: pa_decode: the architectures that any text of it serves, and the only FP8 cache of each.
+FP8_OF_ARCHITECTURE = {"gfx942": "float8_e4m3fnuz", "gfx950": "float8_e4m3fn", "gfx1250": "float8_e4m3fn"}
+#: pa_decode: tokens of a page.
+PAGE_SIZES = (16, 64, 128)
+#: pa_decode: head dims are multiples of these by the cache's dtype, up to the largest; FP8 has 64 besides.
+HEAD_DIM_STEP_BF16, HEAD_DIM_STEP_FP8, SMALL_HEAD_DIM_FP8, MAX_HEAD_DIM = 64, 128, 64, 1024
+#: The reducer's indices: batch x (query rows per KV head x KV heads)^2 may not be above it.
+MAX_REDUCER_INDICES = 2**30
+#: pa_decode: bytes of a cache from which its code has wider addresses, or none of a buffer's.
+WIDE_CACHE_BYTES = (2**31, 2**32)
+
+
+def explain_refusal(library: AiterLibrary, spec: PlanSpec, architecture: str, device: torch.device) -> list[str]:
+    """What aiter's host checks have against a site, as far as we know them, each with its way out."""
+    reasons = []
+    if architecture not in FP8_OF_ARCHITECTURE:
+        served = ", ".join(FP8_OF_ARCHITECTURE)
+        reasons.append(f"aiter's work plans are for {served}, and this GPU is {architecture}; pass 'triton'")
+    is_fp8 = spec.kv_dtype in FP8_DTYPES
+    fp8 = FP8_OF_ARCHITECTURE.get(architecture)
+    if is_fp8 and fp8 not in (None, spec.kv_dtype):
+        reasons.append(f"the FP8 cache of {architecture} is {fp8}, not {spec.kv_dtype}; make the cache {fp8}")
+    if not is_fp8 and spec.kv_dtype != "bfloat16":
+        reasons.append(f"aiter reads no {spec.kv_dtype} cache; make it bfloat16 or {fp8 or 'FP8'}")
+    if spec.q_dtype == "float32" or (not is_fp8 and spec.q_dtype != "bfloat16"):
+        allowed = "bfloat16 or float16" if is_fp8 else "bfloat16, as the cache"
+        reasons.append(f"aiter takes no {spec.q_dtype} query with a {spec.kv_dtype} cache; make it {allowed}")
+    step = HEAD_DIM_STEP_FP8 if is_fp8 else HEAD_DIM_STEP_BF16
+    is_small_fp8 = is_fp8 and spec.head_dim == SMALL_HEAD_DIM_FP8
+    if (spec.head_dim % step and not is_small_fp8) or spec.head_dim > MAX_HEAD_DIM:
+        also = f"{SMALL_HEAD_DIM_FP8} and " if is_fp8 else ""
+        reasons.append(
+            f"aiter has no head_dim {spec.head_dim} for a {spec.kv_dtype} cache: it has {also}multiples of {step} up "
+            f"to {MAX_HEAD_DIM}; pass 'triton'"
+        )
+    if spec.page_size not in PAGE_SIZES:
+        sizes = ", ".join(map(str, PAGE_SIZES))
+        reasons.append(f"aiter reads pages of {sizes} tokens, not of {spec.page_size}; choose one of them")
+    if spec.kv_layout == "hnd":
+        reasons.append("aiter reads no kv_layout='hnd'; use 'packed', or pass 'triton'")
+    elif spec.kv_layout == "nhd":
+        reasons.extend(_explain_nhd(library, spec, architecture, device))
+    return reasons
+
+
+def _explain_nhd(library: AiterLibrary, spec: PlanSpec, architecture: str, device: torch.device) -> list[str]:
+    if library.nhd_max_query_length is None:
+        return [
+            "this aiter reads no kv_layout='nhd' (it has no pa_decode_nhd_max_query_length); use 'packed', upgrade "
+            "aiter, or pass 'triton'"
+        ]
+    longest = ask_count(
+        library.nhd_max_query_length,
+        device,
+        kv_dtype=getattr(torch, spec.kv_dtype),
+        head_dim=spec.head_dim,
+        block_size=spec.page_size,
+        query_group_size=spec.group_size,
+    )
+    if not longest:
+        return [
+            f"aiter reads no kv_layout='nhd' of {spec.kv_dtype}, head_dim {spec.head_dim}, page_size {spec.page_size} "
+            f"and {spec.group_size} query heads per KV head on {architecture}; use 'packed', or pass 'triton'"
+        ]
+    if spec.query_length > longest:
+        return [
+            f"aiter reads this kv_layout='nhd' for query_length up to {longest}, not {spec.query_length}; use "
+            "'packed', or pass 'triton'"
+        ]
+    return []
+
+
+def refuse_always(spec: PlanSpec, device: Any) -> list[str]:
+    """What no call's arguments tell aiter's predicate."""
+    reasons = []
+    if spec.max_partitions is not None and spec.max_partitions > device.num_compute_units:
+        reasons.append(
+            f"max_partitions={spec.max_partitions} is above the {device.num_compute_units} compute units "
+            f"of {device.name}; pass at most that, or None"
+        )
+    if not most_reducer_rows(spec):
+        reasons.append(
+            f"aiter's reducer does not hold {spec.query_rows_per_kv_head} query rows per KV head on "
+            f"{spec.num_kv_heads} KV heads: their product is above 2^15; split the heads over more ranks"
+        )
+    return reasons
+
+
+def most_reducer_rows(spec: PlanSpec) -> int:
+    """Rows of one table set that aiter's reducer can index (R47)."""
+    return MAX_REDUCER_INDICES // (spec.query_rows_per_kv_head * spec.num_kv_heads) ** 2
+
+
+def check_reducer(spec: PlanSpec, plan_rows: int) -> None:
+    most = most_reducer_rows(spec)
+    if plan_rows > most:
+        raise ConfigError(
+            f"a class of {plan_rows} rows is too large for aiter's reducer: rows x (query rows per KV head x "
+            f"num_kv_heads)^2 = {plan_rows} x ({spec.query_rows_per_kv_head} x {spec.num_kv_heads})^2 is above 2^30. "
+            f"Pass backend=AiterBackend(max_plan_rows={most}), which makes segments, or lower the ladder's top class."
+        )
+
+
+def conditions(spec: PlanSpec, classes: Sequence[int]) -> tuple[str, ...]:
+    """What holds for calls of a site that aiter serves, by a backend that was given nothing else, in sentences."""
+    found = []
+    segments = [f"{rows} in {-(-rows // MAX_PLAN_ROWS)}" for rows in classes if rows > MAX_PLAN_ROWS]
+    if segments:
+        found.append(f"classes above {MAX_PLAN_ROWS} rows are decoded in segments: {', '.join(segments)}")
+    most = most_reducer_rows(spec)
+    too_large = [str(rows) for rows in classes if min(rows, MAX_PLAN_ROWS) > most]
+    if too_large:
+        found.append(
+            f"warming the classes {', '.join(too_large)} is refused: aiter's reducer takes {most} rows of this shape; "
+            f"pass backend=AiterBackend(max_plan_rows={most}), which makes segments"
+        )
+    found.append(
+        f"softmax_scale is compiled in as {default_softmax_scale(spec)} (1/sqrt(head_dim)), and calls with another "
+        "one are refused: pass backend=AiterBackend(softmax_scales=[...]) where the model has others"
+    )
+    found.append("calls with lse= are refused: aiter gives no log-sum-exps, backend='triton' does")
+    return tuple(found)

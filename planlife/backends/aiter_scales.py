@@ -1,0 +1,75 @@
+"""Scales in the forms that aiter takes: of the softmax as compiled floats, of FP8 caches as float32 on the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from numbers import Real
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from ..spec import PlanSpec
+from .aiter_plan import AiterPlan
+
+#: Scales that are the same number in float32 are one kernel: the first that was given is passed.
+_SAME_FLOAT32 = 1e-7
+#: What a kernel can have a scale as: in float32, others are 0 or inf.
+_LEAST_SCALE, _MOST_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
+
+def default_softmax_scale(spec: PlanSpec) -> float:
+    """What a site's kernels are compiled for where nobody names others."""
+    return 1 / math.sqrt(spec.head_dim)
+
+
+def check_softmax_scales(scales: Any) -> tuple[float, ...]:
+    """As Python's floats, which aiter's keys of compiled code hold. Raises ConfigError."""
+    if not isinstance(scales, Iterable):
+        raise ConfigError(f"softmax_scales must be a sequence of numbers, such as [0.0625], got {scales!r}.")
+    found = []
+    for scale in scales:
+        is_number = isinstance(scale, Real) and not isinstance(scale, bool)
+        if not (is_number and _LEAST_SCALE <= scale <= _MOST_SCALE):
+            raise ConfigError(f"softmax_scales must be numbers on the host, finite and > 0 in float32, got {scale!r}.")
+        found.append(float(scale))
+    return tuple(dict.fromkeys(found))
+
+
+def compiled_softmax_scale(tables: AiterPlan, softmax_scale: float) -> float:
+    """The scale that was compiled and is the same number to a kernel."""
+    for compiled in tuple(tables.softmax_scales.values()):
+        if math.isclose(softmax_scale, compiled, rel_tol=_SAME_FLOAT32):
+            tables.softmax_scales[softmax_scale] = compiled
+            return compiled
+    compiled_ones = ", ".join(map(str, dict.fromkeys(tables.softmax_scales.values())))
+    raise ConfigError(
+        f"softmax_scale is {softmax_scale}, and aiter's kernels have it compiled in: they were compiled for "
+        f"{compiled_ones}. Pass backend=AiterBackend(softmax_scales=[...]), of planlife.backends.aiter_backend, with "
+        "all that the model has."
+    )
+
+
+def cache_scales_on_device(tables: AiterPlan, key_scale: Any, value_scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales as tensors. aiter would allocate for a number and copy it from the host, which no recording allows.
+
+    A number is written into the plan's own words by each call, in the order of its launches: layers may differ. What
+    the words hold is not remembered: a graph may write them unseen, and who sleeps and wakes a GPU loses them.
+    """
+    is_key_tensor, is_value_tensor = isinstance(key_scale, torch.Tensor), isinstance(value_scale, torch.Tensor)
+    if not (is_key_tensor or _LEAST_SCALE <= key_scale <= _MOST_SCALE):
+        raise _beyond_float32("key_scale", key_scale)
+    if not (is_value_tensor or _LEAST_SCALE <= value_scale <= _MOST_SCALE):
+        raise _beyond_float32("value_scale", value_scale)
+    if not (is_key_tensor or is_value_tensor) and key_scale == value_scale:
+        word = tables.key_word.fill_(float(key_scale))  # one launch is enough
+        return word, word
+    return (
+        key_scale if is_key_tensor else tables.key_word.fill_(float(key_scale)),
+        value_scale if is_value_tensor else tables.value_word.fill_(float(value_scale)),
+    )
+
+
+def _beyond_float32(what: str, scale: Any) -> ConfigError:
+    return ConfigError(f"{what} is {scale}, and aiter takes float32, in which that is not finite and > 0.")
