@@ -25,7 +25,7 @@ pytest_plugins = ["pytester"]
 
 AITER_SPEC = replace(SPEC, head_dim=64, kv_layout="packed")
 
-_OTHER_PROCESS = "runs pytest in a process of its own; below is the same with the stand-in"
+_OTHER_PROCESS = "runs pytest in a process of its own; below is the same with the double"
 NOT_HERE = {
     "test_the_plugin_runs_one_test_per_scenario_and_shows_the_failure": _OTHER_PROCESS,
     "test_the_plugin_imports_no_torch_before_a_builder_is_tested": _OTHER_PROCESS,
@@ -101,7 +101,7 @@ class CutsItsTables(Builder):
         super().decode(metadata, layer, *call, **scales)
 
 
-def test_what_the_stand_in_objects_to_is_named_with_its_step(double: AiterDouble) -> None:
+def test_what_the_double_objects_to_is_named_with_its_step(double: AiterDouble) -> None:
     message = failure("eager", CutsItsTables, double)
     assert message.startswith("prepare_decode, step 1 (eager): aiter's double objects: a length is beyond the block")
 
@@ -125,7 +125,7 @@ def test_a_builder_that_decodes_by_another_backend_is_named(double: AiterDouble)
     assert message.startswith("aiter's double decoded nothing: the manager's backend is 'torch'"), message
 
 
-def test_the_plugin_brings_the_stand_in_and_requires_that_it_is_taken(
+def test_the_plugin_brings_the_double_and_requires_that_it_is_taken(
     pytester: pytest.Pytester,
     run_pytest: Callable[..., pytest.RunResult],  # noqa: F811
 ) -> None:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,19 @@ def test_warm_runs_every_row_count_that_a_class_can_have_so_that_no_call_is_the_
         }
 
 
+def test_a_class_is_run_once_for_each_site_and_device_that_share_a_backend(aiter):
+    backend = AiterBackend(library=aiter.library(), architecture_of=lambda device: "gfx942")
+
+    def head_dims_run(spec: PlanSpec, device: str) -> set[int]:
+        aiter.decodes.clear()
+        backend.compile(spec, 4, SimpleNamespace(name=device, num_compute_units=8))
+        return {call["query"].shape[2] for call in aiter.decodes}
+
+    sites = [(BF16, "cpu"), (replace(BF16, head_dim=128), "cpu"), (BF16, "cpu:0")]
+    assert [head_dims_run(*site) for site in sites] == [{64}, {128}, {64}]
+    assert [head_dims_run(*site) for site in sites] == [set()] * 3
+
+
 def test_a_softmax_scale_that_was_not_compiled_is_refused_and_one_that_float32_cannot_tell_is_passed_as_compiled(
     make_world, aiter
 ):
@@ -201,7 +215,7 @@ def test_host_scales_reach_aiter_as_tensors_in_the_order_of_the_layers(make_worl
     world.set_lens(LENS)
     step = Step(world.lens[:3])
     plan = world.manager.plan_for(step)
-    layers = [(0.5, 2), (3.0, 0.25)]
+    layers = [(0.5, 2), (3.0, 0.25), (torch.tensor([0.75]), 1.5), (1.25, torch.tensor([2.5]))]
     outputs = [torch.full_like(world.output[:3], torch.nan) for _ in layers]
 
     def run(plan: Any) -> None:
@@ -229,10 +243,11 @@ def test_scales_that_are_tensors_are_passed_as_they_are(make_world, aiter):
     layer = {name: torch.nn.Parameter(scale, requires_grad=False) for name, scale in world.scales.items()}
     world.assert_right(world.decode(plan, **layer))  # a subclass of torch.Tensor
     assert all(aiter.decodes[-1][name] is scale for name, scale in layer.items())
-    mixed = {"key_scale": world.scales["key_scale"], "value_scale": 3}
-    world.assert_right(world.decode(plan, **mixed), **mixed)
-    assert aiter.decodes[-1]["key_scale"] is world.scales["key_scale"]
-    assert aiter.decodes[-1]["value_scale"].dtype is torch.float32
+    for number in (3, 0.5):  # of which the tensor has the second
+        mixed = {"key_scale": world.scales["key_scale"], "value_scale": number}
+        world.assert_right(world.decode(plan, **mixed), **mixed)
+        assert aiter.decodes[-1]["key_scale"] is world.scales["key_scale"]
+        assert aiter.decodes[-1]["value_scale"].dtype is torch.float32
 
 
 @pytest.mark.parametrize("name", ["key_scale", "value_scale"])
@@ -295,13 +310,16 @@ def test_odd_strides_which_aiter_does_not_check_are_refused(make_world, aiter):
     world = make_world()
     plan = world.plan(LENS)
     num_calls = len(aiter.decodes)
-    wide = torch.zeros(4, 8, 65, dtype=torch.bfloat16)
-    world.query = wide[..., :64]
-    with pytest.raises(ConfigError, match=r"query's strides are \[520, 65, 1\].*must be even"):
-        world.decode(plan)
-    assert len(aiter.decodes) == num_calls
-    world.query = torch.zeros(4, 8, 66, dtype=torch.bfloat16)[..., :64]  # positive control
-    world.assert_right(world.decode(plan))
+    for what in ("query", "output"):
+        whole = getattr(world, what)
+        setattr(world, what, torch.zeros(4, 8, 65, dtype=torch.bfloat16)[..., :64])
+        with pytest.raises(ConfigError, match=rf"{what}'s strides are \[520, 65, 1\].*must be even"):
+            world.decode(plan)
+        assert len(aiter.decodes) == num_calls
+        setattr(world, what, torch.zeros(4, 8, 66, dtype=torch.bfloat16)[..., :64])  # positive control
+        world.assert_right(world.decode(plan))
+        setattr(world, what, whole)
+        num_calls += 1
 
 
 @pytest.mark.parametrize("what", ["query", "output"])
@@ -452,12 +470,18 @@ def test_a_library_that_plans_into_another_object_is_refused_when_a_class_is_com
 
 def test_what_is_made_in_inference_mode_serves_outside_of_it_and_the_other_way_round(make_world, aiter):
     world = make_world(FP8)
-    for is_inference in (True, False, True):
-        with torch.inference_mode(is_inference):
-            plan = world.plan(LENS)
-            for rows in (3, 4):
-                output = world.decode(plan, rows=rows, key_scale=0.5, value_scale=3.0)
-                world.assert_right(output, key_scale=0.5, value_scale=3.0)
+    for made_in in (True, False):
+        world.manager.trim(0)
+        for is_inference in (made_in, not made_in):
+            with torch.inference_mode(is_inference):
+                plan = world.plan(LENS)
+                for rows in (3, 4):
+                    output = world.decode(plan, rows=rows, key_scale=0.5, value_scale=3.0)
+                    world.assert_right(output, key_scale=0.5, value_scale=3.0)
+                    # Whoever writes these, in whatever mode: the manager's own bytes are no inference tensors.
+                    given = aiter.decodes[-1]
+                    own = ("context_lengths", "exp_sums", "max_logits", "temporary_output", "key_scale", "value_scale")
+                    assert not any(given[name].is_inference() for name in own)
 
 
 @pytest.mark.parametrize("max_plan_rows", [4096, 2])
@@ -508,6 +532,32 @@ def test_threads_that_decode_one_plan_with_different_row_counts_get_their_own_ro
     for rows, outputs in found.items():
         for output in outputs:
             torch.testing.assert_close(output, expected[:rows], rtol=2e-2, atol=2e-3)
+
+
+def test_a_form_of_v_that_this_aiter_does_not_take_keeps_no_class_from_being_minted(aiter):
+    def of_5d_values(output: Any, query: Any, key_cache: Any, value_cache: Any, *rest: Any, **keywords: Any) -> None:
+        if value_cache.dim() != 5:
+            raise ValueError("value_cache must have rank 5")
+        aiter.pa_decode(output, query, key_cache, value_cache, *rest, **keywords)
+
+    of_5d_values.__signature__ = inspect.signature(aiter.pa_decode)  # type: ignore[attr-defined]
+    library = aiter.library(pa_decode=of_5d_values)
+    world = PackedWorld(FP8, AiterBackend(library=library, architecture_of=lambda device: "gfx942"))
+    plan = world.plan(LENS)
+    world.assert_right(world.decode(plan))
+    world.value_cache = world.value_cache.transpose(2, 3).flatten(3)
+    with pytest.raises(ConfigError, match="refuses this call: value_cache must have rank 5"):
+        world.decode(plan)
+
+
+def test_a_class_of_which_aiter_takes_no_call_is_refused_when_it_is_minted(make_world, aiter):
+    """What it was asked when the manager was made ends before it looks at scratch."""
+    aiter.refusal = ValueError("exp_sums must be contiguous")
+    with pytest.raises(ConfigError, match="aiter's pa_decode refuses this call: exp_sums must be contiguous"):
+        make_world()
+    aiter.refusal = None
+    world = make_world()  # positive control
+    world.assert_right(world.decode(world.plan(LENS)))
 
 
 def test_what_aiter_cannot_compile_is_refused_when_a_class_is_minted(make_world, aiter):

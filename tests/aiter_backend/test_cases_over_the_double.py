@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
 from planlife import CapacityLadder, ConfigError, PlanManager
 from planlife.backends.aiter_backend import AiterBackend
@@ -22,7 +21,7 @@ from planlife.testing.aiter_machine import aiter_machine
 from planlife.testing.decode_table import AXES, ROW_BOUNDS, can_meet
 from planlife.torch_device import resolve_device
 
-from .double_call import pa_decode, plan_of
+from .double_call import refusal_by_the_double
 
 CASES = decode_cases()
 #: (architecture, generation, optional functions). Without its predicate nobody tells the wrapper what is served.
@@ -77,7 +76,6 @@ ASKED = tuple(dict.fromkeys((*CASES, *neighbours())))
 
 
 def machine_of(arch: str, generation: str, optional: tuple[str, ...]) -> Any:
-    # The inputs poison what no row owns with NaN, tails too.
     return aiter_machine(arch, generation=generation, optional=optional, finite_tails=False)
 
 
@@ -86,32 +84,8 @@ def inputs_of(case: DecodeCase) -> DecodeInputs:
     return DecodeInputs.of(case)
 
 
-def refusal_by_the_double(case: DecodeCase) -> str:
-    """What the library's host checks say to a call of this case; empty if it decodes."""
-    inputs = inputs_of(case)
-    rows, spec = inputs.num_rows, inputs.spec
-    query = inputs.query[: rows * case.query_length]
-    options = {"sliding_window": case.sliding_window, "query_length": case.query_length}
-    try:
-        pa_decode(
-            output=torch.full_like(query, torch.nan),
-            query=query,
-            key_cache=inputs.key_cache,
-            value_cache=inputs.value_cache,
-            context_lengths=inputs.context_lens,
-            block_tables=inputs.block_tables[:rows],
-            softmax_scale=inputs.softmax_scale,
-            query_length=case.query_length,
-            compute_type=getattr(torch, spec.kv_dtype),
-            key_scale=inputs.key_scale,
-            value_scale=inputs.value_scale,
-            sinks=inputs.sinks,
-            sliding_window=case.sliding_window,
-            work_plan=plan_of(inputs.context_lens, case.num_kv_heads, max_partitions=case.max_partitions, **options),
-        )
-    except (TypeError, ValueError, NotImplementedError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+def refusal_of(case: DecodeCase) -> str:
+    return refusal_by_the_double(inputs_of(case))
 
 
 def differences(backend: AiterBackend) -> list[str]:
@@ -119,7 +93,7 @@ def differences(backend: AiterBackend) -> list[str]:
     device = resolve_device("cpu")
     found = []
     for case in ASKED:
-        reasons, refusal = backend.refuse_spec(case.spec(), device), refusal_by_the_double(case)
+        reasons, refusal = backend.refuse_spec(case.spec(), device), refusal_of(case)
         if bool(reasons) != bool(refusal):
             found.append(f"{case}: the wrapper says {list(reasons)}, the double {refusal!r}")
     return found
@@ -129,7 +103,7 @@ def differences(backend: AiterBackend) -> list[str]:
 def test_the_wrapper_refuses_what_the_double_refuses_and_nothing_else(machine: Any) -> None:
     with machine_of(*machine):
         found = differences(AiterBackend())
-        refused = [case for case in ASKED if refusal_by_the_double(case)]
+        refused = [case for case in ASKED if refusal_of(case)]
     assert 0 < len(refused) < len(ASKED)  # positive control: the double does tell them apart
     assert found == []
 
@@ -142,7 +116,7 @@ def test_a_wrapper_that_refuses_more_or_less_is_found(reasons: Sequence[str], mo
 
 
 def served_here(cases: Sequence[DecodeCase]) -> list[DecodeCase]:
-    return [case for case in cases if not refusal_by_the_double(case)]
+    return [case for case in cases if not refusal_of(case)]
 
 
 @on_each_machine

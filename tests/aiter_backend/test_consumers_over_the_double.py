@@ -22,6 +22,7 @@ from planlife.testing.aiter_machine import aiter_machine
 from planlife.testing.decode_table import make_scale
 
 from ..lifecycle.world import BEFORE_REPLAY, IN_GRAPH, both_styles
+from .double_call import SCALE_FORM
 
 CLASSES = (2, 4)
 NUM_REPLAYS = 66
@@ -112,7 +113,7 @@ class Site:
         shape = pages, spec.page_size, spec.num_kv_heads, spec.head_dim
         keys, values = (torch.randn(shape, generator=draw).to(getattr(torch, spec.kv_dtype)) for _ in range(2))
         self.caches = lay_out(keys, values, spec.kv_layout)
-        form = {"none": "none", "per_tensor": "device [1]", "per_token": "per token"}[spec.scales]
+        form = SCALE_FORM[spec.scales]
         owned = torch.ones(shape[:2], dtype=torch.bool)
         scales = [make_scale(form, owned, spec.num_kv_heads, draw) for _ in range(2)]
         self.scales = {} if form == "none" else dict(zip(("key_scale", "value_scale"), scales, strict=True))
@@ -218,6 +219,16 @@ class Model:
             assert all(output[class_rows * length :].isnan().all() for output in site.outputs)
 
 
+def replay(model: Model) -> None:
+    """Each step is compared; and replays compile nothing, nor does the double object to them."""
+    graphs = model.capture()
+    keys = model.double.compiled
+    for _ in range(NUM_REPLAYS):
+        model.step(graphs)
+    assert model.double.compiled == keys != ()
+    assert model.double.violations == []
+
+
 @pytest.mark.parametrize(("consumer", "machine", "style"), list(runs()))
 def test_replays_of_an_engines_sites_are_right_row_by_row(
     consumer: Callable[..., Sites], machine: tuple[str, str, str], style: str
@@ -225,12 +236,7 @@ def test_replays_of_an_engines_sites_are_right_row_by_row(
     with over(machine) as double:
         model = Model(consumer(machine[2]), double, style)
         with model.manager as manager:
-            graphs = model.capture()
-            keys = double.compiled
-            for _ in range(NUM_REPLAYS):
-                model.step(graphs)
-            assert double.compiled == keys != ()
-            assert double.violations == []
+            replay(model)
             assert manager.report().counters["compiles_after_seal"] == 0
             assert manager.report().counters["fallbacks"] == 0
             if consumer is minimax_m3:
@@ -243,11 +249,7 @@ def test_vllms_cache_as_it_is_stored_is_read_where_aiter_reads_it(style: str) ->
     with over(("gfx950", "newer", FN)) as double:
         model = Model(vllm_rocm_aiter_fa(FN, "nhd"), double, style)
         with model.manager:
-            graphs = model.capture()
-            keys = double.compiled
-            for _ in range(NUM_REPLAYS):
-                model.step(graphs)
-            assert double.compiled == keys and double.violations == []
+            replay(model)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +295,7 @@ def test_steps_without_an_owner_would_refresh_for_each_layer(minimax: Model, mon
 
     monkeypatch.setattr(minimax, "steps", steps_of_nobody)
     before = minimax.double.refreshes
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="refreshes"):
         minimax.capture()
     assert minimax.double.refreshes - before > 3 + 57
 

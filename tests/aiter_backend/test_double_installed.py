@@ -13,19 +13,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from planlife.aiter_library import PLAN_FIELDS
 from planlife.testing.aiter_double import GENERATIONS, AiterDouble
 from planlife.testing.aiter_double.signatures import decode_signature, plan_signature
-from tests.aiter_backend.double_call import REQUIRED, valid_call
-from tests.aiter_backend.test_double import (
-    DECODE_FAULTS,
-    MODULE,
-    PLAN_FAULTS,
-    VALIDATE_FAULTS,
-    generation_of,
-    is_another_call,
-)
 
-PLAN_FIELDS = ("work_info", "reduce_info", "num_kv_heads", "max_partitions", "sliding_window", "query_length")
+from .double_call import copy_of, decode_by, defining_module, num_compiled, valid_call
+from .refused_calls import DECODE_FAULTS, PLAN_FAULTS, VALIDATE_FAULTS, is_another_call
+from .test_double_signatures import generation_of
 
 
 class Machine(NamedTuple):
@@ -45,7 +39,7 @@ def machine() -> Machine | None:
 @pytest.fixture(scope="module")
 def library() -> ModuleType:
     try:
-        module = importlib.import_module(MODULE)
+        module = defining_module()
     except ImportError as error:
         pytest.skip(f"no aiter with a FlyDSL decode here: {error}")
     if generation_of(module) not in GENERATIONS:
@@ -102,10 +96,6 @@ def test_the_planner_makes_the_same_integers(library, doubles):
             assert torch.equal(mine, its) if isinstance(mine, torch.Tensor) else mine == its, (field, lens, options)
 
 
-def without_required(call: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in call.items() if name not in REQUIRED}
-
-
 def raised_by(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str]:
     """(exception, message)."""
     try:
@@ -143,13 +133,7 @@ def test_the_planner_refuses_the_same_calls_in_the_same_order(library, doubles):
         }
         if "max_partitions" in given:
             given["max_partitions"] += double.num_cu - 8
-        ours, theirs = (
-            raised_by(
-                type(plan)(**{name: getattr(plan, name) for name in PLAN_FIELDS} | given).validate,
-                *(2, 1, lengths.device),
-            )
-            for plan in plans
-        )
+        ours, theirs = (raised_by(copy_of(plan, **given).validate, *(2, 1, lengths.device)) for plan in plans)
         assert ours[0] == theirs[0] == "ValueError", (fault, ours, theirs)
 
 
@@ -167,9 +151,8 @@ def test_decode_refuses_the_same_calls_in_the_same_order(library, doubles):
         for index in reversed(indices):
             given |= changes[index]
         if isinstance(given["work_plan"], type(call["work_plan"])):
-            fields = {name: getattr(given["work_plan"], name) for name in PLAN_FIELDS}
-            given["work_plan"] = plan_class(**fields)
-        return raised_by(function, *(given[name] for name in REQUIRED), **without_required(given))
+            given["work_plan"] = copy_of(given["work_plan"], plan_class)
+        return raised_by(decode_by, function, given)
 
     pairs = [(at,) for at in range(len(changes))]
     for at, earlier in enumerate(changes):
@@ -215,7 +198,7 @@ def test_what_is_a_new_kernel_to_the_double_is_one_to_the_library(library, doubl
         return planner.cache_info().currsize, len(tile), reducer.cache_info().currsize
 
     def ours() -> tuple[int, ...]:
-        return tuple(sum(key[0] == kind for key in double.compiled) for kind in ("plan", "tile", "reduce"))
+        return tuple(num_compiled(double, kind) for kind in ("plan", "tile", "reduce"))
 
     tuned = {"head_dim": 128, "page": 128, "scales": "per_token", "group": 16, "query_length": 4}
     for shape in ({}, tuned, {"head_dim": 128}):
@@ -223,15 +206,11 @@ def test_what_is_a_new_kernel_to_the_double_is_one_to_the_library(library, doubl
             for options in ({}, {"max_partitions": 3}, {"sliding_window": 300}, {"workgroup_budget": 40}):
                 before, ours_before = sizes(), ours()
                 call = valid_call(double, lens, device=here.device, **shape, **options)
-                fields = {name: getattr(call["work_plan"], name) for name in PLAN_FIELDS}
-                plan = double.plan_class(**fields)
+                plan = copy_of(call["work_plan"], double.plan_class)
                 windowed = {"sliding_window": call["sliding_window"], "query_length": call["query_length"]}
                 double.functions["plan_pa_decode"](call["context_lengths"], 1, plan=plan, **windowed)
-                for function, given in (
-                    (library.pa_decode, call),
-                    (double.functions["pa_decode"], call | {"work_plan": plan}),
-                ):
-                    function(*(given[name] for name in REQUIRED), **without_required(given))
+                decode_by(library.pa_decode, call)
+                decode_by(double.functions["pa_decode"], call | {"work_plan": plan})
                 grown = [after - since for after, since in zip(sizes(), before, strict=True)]
                 expected = [after - since for after, since in zip(ours(), ours_before, strict=True)]
                 assert grown == expected, (lens, shape, options)

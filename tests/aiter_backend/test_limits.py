@@ -23,9 +23,12 @@ from planlife.backends.aiter_limits import (
     PAGE_SIZES,
     SMALL_HEAD_DIM_FP8,
 )
-from planlife.spec import DTYPE_BYTES, FP8_DTYPES
+from planlife.spec import FP8_DTYPES
+from planlife.testing import DecodeInputs
 from planlife.testing.aiter_machine import aiter_machine
 from planlife.torch_device import CpuDevice, resolve_device
+
+from .double_call import SCALE_FORM, refusal_by_the_double
 
 DOUBLES = [
     (generation, architecture)
@@ -141,43 +144,19 @@ def test_the_architectures_are_those_that_a_library_serves(generation: str, arch
         8, 1, 128, 16, max_context_tokens=256, kv_layout="packed", scales="per_tensor",
         kv_dtype=FP8_OF_ARCHITECTURE.get(architecture, "float8_e4m3fn"),
     )  # fmt: skip
-    with aiter_machine(architecture, generation=generation) as double:
+    with aiter_machine(architecture, generation=generation, finite_tails=False):
         refusals = AiterBackend().refuse_spec(spec, CpuDevice())
-        taken, _ = take(double, spec)
-    assert (not refusals) == taken == (architecture in FP8_OF_ARCHITECTURE)
+        refusal = refusal_of(spec)
+    assert bool(refusals) == bool(refusal) == (architecture not in FP8_OF_ARCHITECTURE)
 
 
-def take(double: Any, spec: PlanSpec) -> tuple[bool, str]:
-    """Whether the double plans and decodes one row of this site, and what it says if not. No code of the wrapper."""
-    device_num_cu, dim, page, heads = double.num_cu, spec.head_dim, spec.page_size, spec.num_kv_heads
-    q_dtype, kv_dtype = getattr(torch, spec.q_dtype), getattr(torch, spec.kv_dtype)
-    columns = -(-spec.max_context_tokens // page)
-    x = 16 // DTYPE_BYTES[spec.kv_dtype]
-    shapes = {"nhd": [(1, page, heads, dim)] * 2, "hnd": [(1, heads, page, dim)] * 2}
-    if spec.kv_layout == "packed":
-        if dim % x or page % x:
-            return False, "no such cache"
-        shapes["packed"] = [(1, heads, dim // x, page, x), (1, heads, page // x, dim, x)]
-    key_cache, value_cache = (torch.zeros(shape, dtype=kv_dtype) for shape in shapes[spec.kv_layout])
-    scales: dict[str, Any] = {}
-    if spec.scales != "none":
-        shape = (1,) if spec.scales == "per_tensor" else (1, heads, page)
-        scales = {"key_scale": torch.ones(shape), "value_scale": torch.ones(shape)}
-    lengths = torch.ones(1, dtype=torch.int32)
-    query = torch.zeros(spec.query_length, spec.num_q_heads, dim, dtype=q_dtype)
+def refusal_of(spec: PlanSpec) -> str:
+    """What the library says to a call of this site with one row; empty if it takes it."""
     try:
-        plan = double.functions["plan_pa_decode"](
-            lengths, heads, sliding_window=spec.sliding_window, query_length=spec.query_length,
-            max_partitions=device_num_cu if spec.max_partitions is None else spec.max_partitions,
-        )  # fmt: skip
-        double.functions["pa_decode"](
-            torch.empty_like(query), query, key_cache, value_cache, lengths,
-            torch.zeros(1, columns, dtype=torch.int32), dim**-0.5, spec.query_length, compute_type=kv_dtype,
-            sliding_window=spec.sliding_window, work_plan=plan, max_context_length=spec.max_context_tokens, **scales,
-        )  # fmt: skip
-    except (TypeError, ValueError, NotImplementedError) as error:
-        return False, str(error)
-    return True, ""
+        inputs = DecodeInputs(spec, (1,), layout=spec.kv_layout, scales=SCALE_FORM[spec.scales])
+    except ConfigError as error:
+        return f"no such cache: {error}"
+    return refusal_by_the_double(inputs)
 
 
 def random_spec(draw: random.Random) -> PlanSpec:
@@ -213,17 +192,17 @@ def test_a_random_site_is_refused_exactly_when_the_library_does_not_take_its_cal
     draw = random.Random(f"{generation}/{architecture}")
     device = CpuDevice(num_compute_units=12)
     outcomes = set()
-    with aiter_machine(architecture, generation=generation, num_cu=12) as double:
+    with aiter_machine(architecture, generation=generation, num_cu=12, finite_tails=False):
         backend = AiterBackend()
         for number in range(300):
             spec = random_spec(draw)
             refusals = backend.refuse_spec(spec, device)
-            taken, said = take(double, spec)
-            outcomes.add(taken)
-            if not refusals and "LDS" in said:  # told when it is compiled, and by nothing before that
+            refusal = refusal_of(spec)
+            outcomes.add(not refusal)
+            if not refusals and "LDS" in refusal:  # told when it is compiled, and by nothing before that
                 with PlanManager(spec, ladder=CapacityLadder([1]), device=device, backend=backend) as manager:
                     with manager.capture_phase(), pytest.raises(ConfigError, match="LDS"):
                         manager.warm()
                 continue
-            assert (not refusals) == taken, f"draw {number}: {spec}: {refusals or 'not refused'}; the library: {said}"
+            assert bool(refusals) == bool(refusal), f"draw {number}: {spec}: {refusals}; the library: {refusal!r}"
     assert outcomes == {True, False}

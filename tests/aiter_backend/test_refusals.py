@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -132,6 +134,7 @@ def test_a_device_that_torch_calls_no_amd_gpu_is_none(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     assert architecture_of(gpu) == ""
     monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert architecture_of(CpuDevice()) == ""
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda name: type("", (), {"gcnArchName": "gfx942:sramecc+:xnack-"})
     )
@@ -180,6 +183,24 @@ def test_the_predicate_is_asked_with_a_whole_call_and_either_form_of_v_is_enough
     assert call["compute_type"] is torch.float8_e4m3fnuz and call["query"].shape == (6, 8, 128)
     assert call["work_plan"].reduce_info.shape == (1, 2) and call["exp_sums"].shape == (1, 256, 48)
     assert type(call["max_context_length"]) is int
+
+
+def test_a_site_is_asked_about_where_no_capture_of_another_thread_minds():
+    """The call's tensors are allocated for it, and the library may load code."""
+
+    class Guarded(CpuDevice):
+        is_relaxed = False
+
+        @contextmanager
+        def relaxed(self) -> Iterator[None]:
+            self.is_relaxed = True
+            yield
+            self.is_relaxed = False
+
+    device = Guarded()
+    can_use, asked = asking(lambda call: device.is_relaxed)
+    assert list(backend_on("gfx942", can_use_flydsl_pa_decode=can_use).refuse_spec(BF16, device)) == []
+    assert len(asked) == 1 and not device.is_relaxed
 
 
 def test_what_no_call_tells_the_predicate_is_refused_beside_it():
@@ -317,7 +338,7 @@ def test_a_backend_over_an_aiter_that_is_not_there_is_not_made(monkeypatch):
     ids=str,
 )
 def test_options_that_aiter_cannot_have_are_refused(options):
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=next(iter(options))):
         AiterBackend(library=RecordingAiter().library(), **options)
 
 

@@ -11,38 +11,16 @@ import torch
 from planlife.backends import aiter_backend
 from planlife.backends.aiter_limits import WIDE_CACHE_BYTES
 from planlife.backends.aiter_sample import as_if_of
-from planlife.testing import reference_decode, row_errors
 from planlife.testing.aiter_double import AiterDouble, DoubleViolation, aiter_double
 from planlife.testing.aiter_machine import aiter_machine
-from tests.aiter_backend.double_call import pa_decode, plan_of, valid_call
+from tests.aiter_backend.double_call import assert_right, lens_of, pa_decode, plan_of, valid_call
 from tests.aiter_backend.test_wide_caches import keys_after_the_seal, site
-
-BOUND = 2**-8 + 3e-6
 
 
 @pytest.fixture
 def double() -> Iterator[AiterDouble]:
     with aiter_double(arch="gfx942", num_cu=256, device_type="cuda", refresh_delay_cycles=20_000_000) as double:
         yield double
-
-
-def lens_of(*lens: int) -> torch.Tensor:
-    return torch.tensor(lens, dtype=torch.int32, device="cuda")
-
-
-def assert_right(call: dict) -> None:
-    wanted = reference_decode(
-        call["query"],
-        call["key_cache"].float(),
-        call["value_cache"].float(),
-        call["block_tables"],
-        call["context_lengths"],
-        call["softmax_scale"],
-        kv_layout="packed",
-        key_scale=call["key_scale"],
-        value_scale=call["value_scale"],
-    )
-    assert row_errors(call["output"], wanted).max() < BOUND
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fnuz, torch.float32])
@@ -91,7 +69,7 @@ def test_a_recorded_step_follows_its_lengths_on_a_gpu(arch):
             plan_of(call["context_lengths"], plan=call["work_plan"])
             pa_decode(**call)
         for lens in ((301, 64), (0, 0), (1, 304)):
-            call["context_lengths"].copy_(lens_of(*lens))
+            call["context_lengths"].copy_(lens_of(*lens, device="cuda"))
             call["output"].fill_(float("nan"))
             graph.replay()
             assert_right(call)
@@ -107,7 +85,7 @@ def test_a_replay_over_a_stale_plan_is_told_at_the_next_check(double):
         pa_decode(**call)
     graph.replay()
     double.check()
-    call["context_lengths"].copy_(lens_of(300, 18))
+    call["context_lengths"].copy_(lens_of(300, 18, device="cuda"))
     graph.replay()
     with pytest.raises(DoubleViolation, match="not refreshed"):
         double.check()
@@ -118,7 +96,7 @@ def test_leaving_a_double_judges_what_was_not_asked_for():
     with pytest.raises(DoubleViolation, match="not refreshed"):
         with aiter_double(num_cu=256, device_type="cuda") as double:
             call = valid_call(double, (300, 17), device="cuda")
-            call["context_lengths"].copy_(lens_of(300, 18))
+            call["context_lengths"].copy_(lens_of(300, 18, device="cuda"))
             pa_decode(**call)
 
 
@@ -132,7 +110,7 @@ def test_a_plan_made_in_inference_mode_is_refreshed_and_recorded_outside_it(doub
     with torch.cuda.graph(graph):
         plan_of(call["context_lengths"], plan=call["work_plan"])
         pa_decode(**call)
-    call["context_lengths"].copy_(lens_of(301, 0))
+    call["context_lengths"].copy_(lens_of(301, 0, device="cuda"))
     graph.replay()
     assert [call[name]._version for name in ("output", "exp_sums")] == versions
     assert_right(call)
