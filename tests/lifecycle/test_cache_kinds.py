@@ -21,7 +21,6 @@ KINDS = [
         ("bfloat16", "none"),
         *((name, kind) for name in FP8 for kind in ("per_tensor", "per_token")),
     )
-    if kv_dtype in FP8 or layout != "packed, plain V"
 ]
 
 

@@ -197,10 +197,9 @@ class AiterDouble:
         if "task_order" in given:
             require(c.task_order is None, ValueError, "task_order is for libraries that nobody has seen yet")
         call = check_decode(self.library, c, self.plan_class)
-        tile_key = compile_keys.tile_key(call.shape)
+        self._compile(compile_keys.tile_key(call.shape), c.query)
         check_scratch(c, call.shape)
-        compile_keys.check_tile(call.shape)
-        self._compile(tile_key, c.query)
+        compile_keys.check_tile(call.shape)  # its code is made by its first launch
         self._check_allocations(c, call)
         scratch = self._scratch(c, call)
         partials = scratch[2]
