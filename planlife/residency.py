@@ -198,6 +198,12 @@ class Residency:
                 )
         except (ConfigError, MintError) as error:
             raise CompileError(error) from error
+        except MemoryError as error:
+            raise NoRoomError(
+                "out of memory",
+                f"no memory to compile {plan}: {error}. Take worst_case_bytes() off the KV pool, and leave it what "
+                "compiling takes.",
+            ) from error
         self._compiled.add(key)
         self._counters.compiles += num_compiles
         if not in_phase:

@@ -154,8 +154,17 @@ class AiterBackend:
         addressed otherwise, which sinks have nothing to do with. Takes query, output and block tables of the class
         while it runs.
 
-        Raises ConfigError for a class that aiter's reducer cannot index (R47), or that aiter refuses.
+        Raises ConfigError for a class that aiter's reducer cannot index (R47), or that aiter refuses, and MemoryError.
         """
+        try:
+            self._run_class(spec, plan_rows, device, least_rows)
+        except torch.cuda.OutOfMemoryError as error:
+            raise MemoryError(
+                f"none is left for calls of {plan_rows} rows, by which aiter compiles: {error}"
+            ) from error
+        return 1  # per class, as on every backend
+
+    def _run_class(self, spec: PlanSpec, plan_rows: int, device: Any, least_rows: int) -> None:
         check_reducer(spec, plan_rows)
         sample = SampleCall(spec, plan_rows, device.name, (0, *WIDE_CACHE_BYTES))
         tables, scratch = self._sample_tables(spec, plan_rows, device)
@@ -169,7 +178,6 @@ class AiterBackend:
             if key not in self._compiled:
                 self._run_variants(tables, scratch, sample, num_rows)
                 self._compiled.add(key)
-        return 1  # per class, as on every backend
 
     def _run_variants(self, tables: AiterPlan, scratch: torch.Tensor, sample: SampleCall, num_rows: int) -> None:
         refusals = []
@@ -182,10 +190,13 @@ class AiterBackend:
                     num_run += 1
                 except ConfigError as error:
                     refusals.append(error)  # a form of V or sinks that this aiter does not take
-                except AssertionError as error:  # of what it compiles, which its host checks say nothing of
+                except (MemoryError, torch.cuda.OutOfMemoryError):
+                    raise
+                except Exception as error:  # of what it compiles, which its host checks say nothing of
                     raise ConfigError(
                         f"aiter cannot compile a class of {tables.reduce_info.shape[0]} rows: calls of {num_rows} rows "
-                        f"fail ({error or 'assert'}). Give the manager backend='triton'."
+                        f"fail ({type(error).__name__}: {error}). Give the manager backend='triton', or "
+                        "fallback='triton' for what aiter cannot compile."
                     ) from error
         if not num_run:
             raise refusals[0]

@@ -64,7 +64,8 @@ class Backend(Protocol):
         Called inside `device.relaxed()`, so that it kills no capture of another thread.
 
         Raises ConfigError or MintError for a class that it cannot compile, here or anywhere, with the way out: where
-        there is a fallback, that takes the class's steps. Other exceptions are faults, and go to the caller.
+        there is a fallback, that takes the class's steps. MemoryError where the device has none left. Other exceptions
+        are faults, and go to the caller.
         """
         ...
 

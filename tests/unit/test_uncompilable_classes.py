@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from planlife import ConfigError, MintError, PlanSpec
+from planlife import BudgetError, CapacityLadder, ConfigError, MintError, PlanSpec
 from planlife.testing import FakeBackend, FakeTensor
 from tests.unit.fake_world import Captured, FakeWorld, live_lens_fallback, spec
 
@@ -108,6 +108,28 @@ def test_sites_that_share_plans_share_the_refusal(backend) -> None:
     routes = {site: world.manager.plan_for(world.step([5] * 8, site=site)).route for site in sites}
     assert routes == {"target": "fallback", "draft": "fallback"}
     assert world.manager.plan_for(world.step([5] * 4, site="draft")).route == "planned"
+
+
+@pytest.mark.parametrize("tight", [False, True])
+def test_no_memory_for_a_compile_is_no_refusal_and_the_next_warm_mints(tight: bool) -> None:
+    """tight: no buffer of class 8 fits beside the first one, so that warm only compiles."""
+    backend = SmallBackend()
+    backend.error = MemoryError
+    world = FakeWorld(backend=backend, fallback=live_lens_fallback)
+    if tight:
+        options = {"budget_bytes": world.manager.min_budget_bytes(), "ladder": CapacityLadder([8, 9])}
+        world = FakeWorld(backend=backend, rows=9, fallback=live_lens_fallback, **options)
+        backend.is_mended = True
+        world.warm(9)
+        backend.is_mended = False
+    before = world.states(), world.device.live_bytes
+    with pytest.raises(BudgetError, match="no memory to compile default/8/ub0: 8 rows do not fit"):
+        world.warm(8)
+    assert (world.states(), world.device.live_bytes) == before
+    backend.is_mended = True
+    world.warm()
+    assert world.run([5] * 8) == [5] * 8
+    world.assert_bytes_add_up()
 
 
 def test_a_fault_in_a_compile_is_no_refusal() -> None:
