@@ -112,7 +112,9 @@ def newer_names() -> str:
 
 def caches() -> str:
     """Kinds of cache by architecture and generation: served or not."""
-    columns = [(arch, generations) for arch in FP8_OF_ARCHITECTURE for generations in (("G2", "G3"), ("G4",), ("newer",))]
+    columns = [
+        (arch, generations) for arch in FP8_OF_ARCHITECTURE for generations in (("G2", "G3"), ("G4",), ("newer",))
+    ]
     heads = [f"{arch}, {' and '.join(generations)}" for arch, generations in columns]
     rows = [_row("cache", *heads), f"|{'---|' * (len(heads) + 1)}"]
     for what, spec in _CACHES.items():
