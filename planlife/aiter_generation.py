@@ -69,7 +69,7 @@ _TELLS_NOTHING = "prepare_pa_decode_plan"
 class AiterGeneration:
     """What an imported aiter.ops.flydsl.pa_decode looks like.
 
-    name: "G0", "G1a" to "G1d", "G2", "G3", "newer", or "" for a library without plan_pa_decode and pa_decode.
+    name: "G0", "G1a" to "G1d", "G2" to "G4", "newer", or "" for a library without plan_pa_decode and pa_decode.
     told_by: the signs. planner: "Triton", "FlyDSL", or "" where nothing tells. place: the file, or what brought it.
     newer_names: which of NEWER_NAMES are there. unusable_names: those of them that planlife would call and cannot.
     """
@@ -83,7 +83,7 @@ class AiterGeneration:
 
     @property
     def has_mandatory_plans(self) -> bool:
-        return self.name in (*_BY_PLANNER.values(), _UNTOLD, "newer")
+        return self.name in (*_BY_PLANNER.values(), _UNTOLD, "G4", "newer")
 
 
 def imported_generation(library: AiterLibrary | None) -> AiterGeneration | None:
@@ -106,7 +106,7 @@ def tell_generation(module: ModuleType, library: AiterLibrary | None) -> AiterGe
     planner, planner_sign = _planner(module, plan)
     if callable(plan) and callable(decode):
         name, sign = _tell(parameters_of(plan), parameters_of(decode), newer_names, planner)
-        signs = [sign, planner_sign if name in ("G2", "G3") else ""]
+        signs = [sign, planner_sign if name in _BY_PLANNER.values() else ""]
     else:
         name = ""
         missing = [one for one, found in (("plan_pa_decode", plan), ("pa_decode", decode)) if not callable(found)]
@@ -142,6 +142,8 @@ def _tell(
         more = list(dict.fromkeys([*parameters, *(name for name in newer_names if name != _TELLS_NOTHING)]))
         if more:
             return "newer", f"{mandatory}, and it has {', '.join(more)}"
+        if decode["compute_type"].default is None:
+            return "G4", f"{mandatory}, and its compute_type is the cache's unless given"
         return _BY_PLANNER.get(planner, _UNTOLD), mandatory
     if "tuned_file" in decode:
         return "G1d", "pa_decode takes tuned_file"

@@ -85,7 +85,8 @@ class CallChecker:
 
         output, query: q_dtype[R * query_length, q_heads, head_dim], last axis contiguous, R in [plan_rows,
             class_rows].
-        key_cache, value_cache: kv_dtype in the spec's layout, last axis contiguous.
+        key_cache, value_cache: kv_dtype in the spec's layout, last axis contiguous. As many pages each; a packed V may
+            have fewer, which block tables then stay below.
         block_tables: int32[>= plan_rows, >= 1].
         softmax_scale, and host numbers as scales: finite and > 0. Scales on the device are not read.
         lse: None, or float32[R * query_length, q_heads], contiguous.
@@ -223,8 +224,12 @@ class CallChecker:
                     MLA if is_mla else None,
                 )
             self._check_last_axis(what, cache)
-        if key_cache.shape[0] != value_cache.shape[0]:
-            raise self._refuse("value_cache's page count", value_cache.shape[0], f"key_cache's, {key_cache.shape[0]}")
+        num_pages, num_value_pages = key_cache.shape[0], value_cache.shape[0]
+        # K and V of one block of memory, packed: V starts some pages behind K, so that its view has those fewer.
+        may_be_fewer = spec.kv_layout == "packed"
+        if num_value_pages > num_pages or (num_value_pages < num_pages and not may_be_fewer):
+            at_most = "at most " if may_be_fewer else ""
+            raise self._refuse("value_cache's page count", num_value_pages, f"{at_most}key_cache's, {num_pages}")
 
     def _check_tables(self, plan_rows: int, block_tables: Any) -> None:
         self._check_placed("block_tables", block_tables, "int32")
@@ -331,5 +336,4 @@ def _cache_shapes(spec: PlanSpec) -> tuple[tuple[int, ...], ...]:
     if spec.kv_layout == "hnd":
         return ((heads, page, dim),) * 2
     pack = 16 // DTYPE_BYTES[spec.kv_dtype]  # 16 bytes of one token lie together
-    keys, transposed = (heads, dim // pack, page, pack), (heads, page // pack, dim, pack)
-    return (keys, transposed, (heads, dim, page)) if spec.scales != "none" else (keys, transposed)
+    return (heads, dim // pack, page, pack), (heads, page // pack, dim, pack), (heads, dim, page)

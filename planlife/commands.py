@@ -87,7 +87,7 @@ def planlife() -> None:
 )
 @click.option(
     "--aiter-generation",
-    type=click.Choice(["G2", "G3", "newer"]),
+    type=click.Choice(["G2", "G3", "G4", "newer"]),
     default="G3",
     show_default=True,
     help="The text of aiter that --double has.",

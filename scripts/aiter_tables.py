@@ -35,7 +35,9 @@ _FP8 = replace(_BF16, kv_dtype="float8_e4m3fn", scales="per_tensor")
 #: FP8 stands for that of the architecture.
 _CACHES = {
     "packed, BF16": _BF16,
-    "the same with a sliding window": replace(_BF16, sliding_window=1024),
+    "packed, BF16, with a sliding window": replace(_BF16, sliding_window=1024),
+    "packed, BF16, float16 queries": replace(_BF16, q_dtype="float16"),
+    "packed, BF16, `head_dim=192`": replace(_BF16, head_dim=192),
     "packed, FP8, scales per tensor": _FP8,
     "packed, FP8, scales per token, `query_length=6`": replace(_FP8, scales="per_token", query_length=6),
     "packed, FP8, float16 queries": replace(_FP8, q_dtype="float16"),
@@ -110,7 +112,9 @@ def newer_names() -> str:
 
 def caches() -> str:
     """Kinds of cache by architecture and generation: served or not."""
-    columns = [(arch, generations) for arch in FP8_OF_ARCHITECTURE for generations in (("G2", "G3"), ("newer",))]
+    columns = [
+        (arch, generations) for arch in FP8_OF_ARCHITECTURE for generations in (("G2", "G3"), ("G4",), ("newer",))
+    ]
     heads = [f"{arch}, {' and '.join(generations)}" for arch, generations in columns]
     rows = [_row("cache", *heads), f"|{'---|' * (len(heads) + 1)}"]
     for what, spec in _CACHES.items():

@@ -59,7 +59,7 @@ def draw_layouts() -> str:
         ("hnd: K and V", keys_of["hnd"][0]),
         ("packed: K", keys_of["packed"][0]),
         ("packed: V, 5-D", keys_of["packed"][1]),
-        ("packed: V, 4-D (of FP8 only, x = 16)", keys_of["packed, plain V"][1]),
+        ("packed: V, 4-D", keys_of["packed, plain V"][1]),
     ]
     for index, (title, cache) in enumerate(panels):
         left, top = 20 + index % 3 * 325, 84 + index // 3 * 190

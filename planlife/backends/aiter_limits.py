@@ -19,7 +19,8 @@ MAX_PLAN_ROWS = 4096
 FP8_OF_ARCHITECTURE = {"gfx942": "float8_e4m3fnuz", "gfx950": "float8_e4m3fn", "gfx1250": "float8_e4m3fn"}
 #: pa_decode: tokens of a page.
 PAGE_SIZES = (16, 64, 128)
-#: pa_decode: head dims are multiples of these by the cache's dtype, up to the largest; FP8 has 64 besides.
+#: pa_decode: head dims are multiples of these by the cache's dtype, up to the largest; FP8 has 64 besides. Texts with
+#: BF16 caches on gfx1250 treat them as FP8 ones, and take float16 queries with them too.
 HEAD_DIM_STEP_BF16, HEAD_DIM_STEP_FP8, SMALL_HEAD_DIM_FP8, MAX_HEAD_DIM = 64, 128, 64, 1024
 #: The reducer's indices: batch x (query rows per KV head x KV heads)^2 may not be above it.
 MAX_REDUCER_INDICES = 2**30
@@ -39,13 +40,14 @@ def explain_refusal(library: AiterLibrary, spec: PlanSpec, architecture: str, de
         reasons.append(f"the FP8 cache of {architecture} is {fp8}, not {spec.kv_dtype}; make the cache {fp8}")
     if not is_fp8 and spec.kv_dtype != "bfloat16":
         reasons.append(f"aiter reads no {spec.kv_dtype} cache; make it bfloat16 or {fp8 or 'FP8'}")
-    if spec.q_dtype == "float32" or (not is_fp8 and spec.q_dtype != "bfloat16"):
-        allowed = "bfloat16 or float16" if is_fp8 else "bfloat16, as the cache"
+    as_fp8 = is_fp8 or architecture == "gfx1250"
+    if spec.q_dtype == "float32" or (not as_fp8 and spec.q_dtype != "bfloat16"):
+        allowed = "bfloat16 or float16" if as_fp8 else "bfloat16, as the cache"
         reasons.append(f"aiter takes no {spec.q_dtype} query with a {spec.kv_dtype} cache; make it {allowed}")
-    step = HEAD_DIM_STEP_FP8 if is_fp8 else HEAD_DIM_STEP_BF16
-    is_small_fp8 = is_fp8 and spec.head_dim == SMALL_HEAD_DIM_FP8
-    if (spec.head_dim % step and not is_small_fp8) or spec.head_dim > MAX_HEAD_DIM:
-        also = f"{SMALL_HEAD_DIM_FP8} and " if is_fp8 else ""
+    step = HEAD_DIM_STEP_FP8 if as_fp8 else HEAD_DIM_STEP_BF16
+    is_small = as_fp8 and spec.head_dim == SMALL_HEAD_DIM_FP8
+    if (spec.head_dim % step and not is_small) or spec.head_dim > MAX_HEAD_DIM:
+        also = f"{SMALL_HEAD_DIM_FP8} and " if as_fp8 else ""
         reasons.append(
             f"aiter has no head_dim {spec.head_dim} for a {spec.kv_dtype} cache: it has {also}multiples of {step} up "
             f"to {MAX_HEAD_DIM}; pass 'triton'"

@@ -51,9 +51,10 @@ class SampleCall:
         shapes = [(1, heads, page, dim) if spec.kv_layout == "hnd" else (1, page, heads, dim)] * 2
         if spec.kv_layout == "packed":
             pack = 16 // DTYPE_BYTES[spec.kv_dtype]
-            shapes = [(1, heads, dim // pack, page, pack), (1, heads, page // pack, dim, pack)]  # type: ignore[list-item]
-            if spec.scales != "none":
-                shapes.append((1, heads, dim, page))
+            shapes = [
+                *((1, heads, dim // pack, page, pack), (1, heads, page // pack, dim, pack)),  # type: ignore[list-item]
+                (1, heads, dim, page),
+            ]
         key_cache, *value_caches = (zeros(*shape, dtype=kv_dtype) for shape in shapes)
         sinks = [None, *(zeros(spec.num_q_heads, dtype=one) for one in sink_dtypes(spec))]
         scale = None

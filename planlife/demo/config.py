@@ -12,7 +12,7 @@ STYLES = ("before-replay", "in-graph")
 BACKENDS = ("auto", "torch", "triton", "aiter")
 #: What the double of aiter may be for: GPUs, and texts of the library.
 DOUBLES = ("gfx942", "gfx950", "gfx1250")
-AITER_GENERATIONS = ("G2", "G3", "newer")
+AITER_GENERATIONS = ("G2", "G3", "G4", "newer")
 #: KV caches by the name that they go by: the dtype of the cache, and of the queries over it.
 KV_DTYPES = {
     "bf16": ("bfloat16", "bfloat16"),

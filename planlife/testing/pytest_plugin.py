@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="ARCH",
         help="gfx942, gfx950 or gfx1250: builders find a strict double of aiter on such a GPU, and must take it",
     )
-    group.addoption("--planlife-aiter-generation", default="G3", help="of the double: G2, G3 or newer (G3)")
+    group.addoption("--planlife-aiter-generation", default="G3", help="of the double: G2, G3, G4 or newer (G3)")
     group.addoption(
         "--planlife-aiter-device",
         choices=("cpu", "cuda"),

@@ -25,6 +25,8 @@ def generation_of(module: Any) -> str:
     if kind is inspect.Parameter.KEYWORD_ONLY and default is inspect.Parameter.empty:
         if set(plan) - {"context_lengths", "num_kv_heads", "max_batch_size"} - set(GENERATIONS["G3"].plan_defaults):
             return "newer"
+        if decode["compute_type"].default is None:
+            return "G4"
         planner = sys.modules[module.plan_pa_decode.__module__]
         return "G3" if hasattr(planner, "compile_pa_decode_plan") else "G2"
     if "tuned_file" in decode:

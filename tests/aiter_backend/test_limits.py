@@ -32,7 +32,7 @@ from .double_call import SCALE_FORM, refusal_by_the_double
 
 DOUBLES = [
     (generation, architecture)
-    for generation in ("G2", "G3", "newer")
+    for generation in ("G2", "G3", "G4", "newer")
     for architecture in ("gfx942", "gfx950", "gfx1250")
 ]
 
@@ -93,11 +93,13 @@ def site_limits(here: Here) -> list[tuple[str, PlanSpec, PlanSpec]]:
         ("query dtype, FP8", replace(fp8, q_dtype="float16"), replace(fp8, q_dtype="float32")),
     ]
     if not here.backend().refuse_spec(bf16, here.device):  # not every text has BF16 caches
-        step = HEAD_DIM_STEP_BF16
+        is_as_fp8 = here.architecture == "gfx1250"
+        step = HEAD_DIM_STEP_FP8 if is_as_fp8 else HEAD_DIM_STEP_BF16
+        other_query, no_query = ("float16", "float32") if is_as_fp8 else ("bfloat16", "float16")
         found += [
-            ("HEAD_DIM_STEP_BF16", replace(bf16, head_dim=3 * step), replace(bf16, head_dim=3 * step + 32)),
+            ("HEAD_DIM_STEP_BF16", replace(bf16, head_dim=3 * step), replace(bf16, head_dim=3 * step + step // 2)),
             ("MAX_HEAD_DIM, BF16", replace(bf16, head_dim=top), replace(bf16, head_dim=top + step)),
-            ("query dtype, BF16", bf16, replace(bf16, q_dtype="float16")),
+            ("query dtype, BF16", replace(bf16, q_dtype=other_query), replace(bf16, q_dtype=no_query)),
         ]
     return found
 
@@ -137,7 +139,7 @@ def test_a_plan_takes_as_many_rows_and_partitions_as_the_wrapper_asks_for_and_no
     assert here.backend().refuse_spec(replace(here.fp8, max_partitions=num_cu), here.device) == ()
 
 
-@pytest.mark.parametrize("generation", ["G2", "G3", "newer"])
+@pytest.mark.parametrize("generation", ["G2", "G3", "G4", "newer"])
 @pytest.mark.parametrize("architecture", [*FP8_OF_ARCHITECTURE, "gfx90a", "gfx1201"])
 def test_the_architectures_are_those_that_a_library_serves(generation: str, architecture: str) -> None:
     spec = PlanSpec(

@@ -17,7 +17,7 @@ from planlife.testing.aiter_double import AiterDouble
 from planlife.testing.aiter_machine import aiter_machine
 from planlife.torch_device import CpuDevice
 
-STEPS, GENERATIONS, WORLDS = 10_000, ("G2", "G3", "newer"), 16
+STEPS, GENERATIONS, WORLDS = 10_000, ("G2", "G3", "G4", "newer"), 12
 STEPS_PER_WORLD = -(-STEPS // (len(GENERATIONS) * WORLDS))
 MAX_TOKENS, PAGES, MAX_ROWS = 600, 44, 6
 NUM_CU = 12  # few tasks, so that a step is cheap

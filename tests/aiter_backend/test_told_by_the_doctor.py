@@ -38,7 +38,7 @@ NUM_CU = 304
 FP8 = {"gfx942": "float8_e4m3fnuz"}
 ARCHITECTURES = ("gfx942", "gfx950", "gfx1250", "gfx90a", "")
 LIBRARIES = (*GENERATIONS, *STRANGERS)
-TAKEN = ("G2", "G3", "newer")
+TAKEN = ("G2", "G3", "G4", "newer")
 
 #: What aiter serves there, by the contract: (architecture, generation) -> sites. Whatever is not here it refuses.
 SERVED = {
@@ -46,6 +46,8 @@ SERVED = {
     ("gfx942", "newer"): {"bf16", "fp8"},
     ("gfx950", "newer"): {"bf16", "fp8", "nhd"},
     **{("gfx1250", generation): {"fp8"} for generation in TAKEN},
+    **{(arch, "G4"): {"fp8"} for arch in ("gfx942", "gfx950")},
+    ("gfx1250", "G4"): {"bf16", "fp8"},
 }
 #: What makes aiter unfit for every site on an architecture.
 AGAINST_ALL = {
@@ -53,7 +55,7 @@ AGAINST_ALL = {
     **{("", generation): "aiter's kernels are for AMD GPUs, and meta is none" for generation in TAKEN},
 }
 #: What it says of a site that it could serve elsewhere.
-AGAINST_SITE = {"nhd": "reads no kv_layout='nhd'", "bf16": "refuses calls of this site on gfx1250"}
+AGAINST_SITE = {"nhd": "reads no kv_layout='nhd'", "bf16": "refuses calls of this site on gfx"}
 #: What every library is that planlife does not take, by name.
 UNFIT = {
     "G0": "plan_pa_decode of the aiter here does not take sliding_window, query_length",
@@ -153,7 +155,8 @@ def test_what_is_there_and_what_is_missing_is_one_story_in_row_section_and_verdi
         return
     assert found.aiter is not None and found.aiter.name == generation
     assert (
-        f"aiter: generation {generation}, planner in {'FlyDSL' if generation in ('G3', 'newer') else 'Triton'}" in text
+        f"aiter: generation {generation}, planner in {'FlyDSL' if generation in ('G3', 'G4', 'newer') else 'Triton'}"
+        in text
     )
     assert ("kernel" in found.aiter.told_by) == (generation in ("G2", "G3"))  # the others have a sign of their own
     there = re.findall(r"^  (has|lacks) (\w+): ", text, re.M)
@@ -218,20 +221,21 @@ def test_with_a_fallback_what_aiter_refuses_falls_back_as_the_doctor_said(genera
             with pytest.raises(BackendUnavailableError):
                 made(specs, "aiter", fallback=lambda *call, **options: None)
             return
-        assert (takes, falls_back, error) == ("aiter", ("nhd",), "")
+        refused = tuple(site for site in specs if site not in SERVED["gfx942", generation])
+        assert (takes, falls_back, error) == ("aiter", refused, "") and "nhd" in refused
         device = FakeDevice("meta", NUM_CU)
         options = {"device": device, "fallback": lambda *call, **options: None, "backend": "aiter"}
         with PlanManager(specs, ladder=CapacityLadder([1, 4]), **options) as manager:
             refusals = {slot.site: slot.refusal for slot in manager._slots.values()}
         assert tuple(site for site, refusal in refusals.items() if refusal) == falls_back
-        assert 'backend="aiter": takes aiter; by the fallback: nhd' in str(found)
+        assert f'backend="aiter": takes aiter; by the fallback: {", ".join(refused)}' in str(found)
         assert choice(found, "auto")[0] == found.backend == made(specs, "auto", fallback=options["fallback"])
 
 
 @pytest.mark.parametrize("generation", TAKEN)
 def test_the_conditions_of_a_served_site_are_what_calls_then_meet(generation):
     spec = replace(three_sites("gfx942")["bf16"], max_context_tokens=64)
-    with aiter_machine("gfx942", generation=generation):
+    with aiter_machine("gfx1250" if generation == "G4" else "gfx942", generation=generation):
         found = examine(machine(), sites(one=spec), backend="aiter")
         (answer,) = found.sites
         (aiter,) = (one for one in answer.backends if one.name == "aiter")
@@ -292,7 +296,7 @@ def test_a_newer_function_that_cannot_be_called_as_announced_is_told_as_of_no_us
     assert "  has pa_decode_nhd_max_query_length: it tells" in str(found)
 
 
-@pytest.mark.parametrize("generation", TAKEN)
+@pytest.mark.parametrize("generation", [one for one in TAKEN if one != "G4"])  # has BF16 on gfx1250 only
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_the_sites_that_the_page_asks_about_are_served(arch, generation):
     example = read_sites(REPOSITORY / "examples" / "aiter_sites.json")

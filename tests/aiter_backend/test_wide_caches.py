@@ -35,6 +35,8 @@ def keys_after_the_seal(spec: PlanSpec, double: AiterDouble, device: str = "cpu"
         for rows in range(1, ROWS + 1):
             plan = manager.plan_for(Step(torch.zeros(rows, dtype=torch.int32, device=device), owner=object()))
             for caches in sample.caches:
+                if caches.value_cache.dim() == 4 and spec.kv_dtype == "bfloat16" and double.arch != "gfx1250":
+                    continue  # which no text takes
                 output, query, keys, values, tables = sample.call(rows, caches)
                 scales = {"key_scale": caches.key_scale, "value_scale": caches.value_scale}
                 manager.pa_decode(plan, output, query, keys, values, tables, 128**-0.5, **scales)
@@ -48,6 +50,14 @@ def test_layers_with_caches_of_any_size_compile_nothing_after_the_seal(architect
         assert keys_after_the_seal(site(architecture), double) == 0
         assert keys_after_the_seal(site(architecture, scales="per_tensor", query_length=1), double) == 0
         assert not double.violations
+
+
+@pytest.mark.parametrize("scales", ["per_token", "none"])
+def test_layers_of_either_cache_on_gfx1250_compile_nothing_after_the_seal(scales: str) -> None:
+    with aiter_machine("gfx1250", generation="G4") as double:
+        dtype = {"kv_dtype": "bfloat16"} if scales == "none" else {}
+        assert keys_after_the_seal(site("gfx1250", scales=scales, **dtype), double) == 0
+        assert double.decodes > 0 and not double.violations
 
 
 @pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "bfloat16"])

@@ -364,7 +364,7 @@ def test_a_run_that_compared_nothing_is_not_ok(results: dict[str, DemoResult]) -
         ({"backend": "gluon"}, "backend must be one of auto, torch, triton, aiter, got 'gluon'"),
         ({"double": "gfx90a", "backend": "aiter"}, "double must be one of gfx942, gfx950, gfx1250, or None"),
         ({"double": "gfx942"}, "double='gfx942' does not go with backend='auto'.* Pass backend='aiter', or leave"),
-        ({"aiter_generation": "G1d"}, "aiter_generation must be one of G2, G3, newer, got 'G1d'"),
+        ({"aiter_generation": "G1d"}, "aiter_generation must be one of G2, G3, G4, newer, got 'G1d'"),
     ],
 )
 def test_a_config_that_can_never_work_is_refused_by_name(change: dict[str, Any], named: str) -> None:

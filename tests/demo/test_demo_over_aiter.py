@@ -23,6 +23,7 @@ KINDS = (
     dataclasses.replace(SMALL, double="gfx950", kv="fp8", scales="per_token", mtp=5, window=300),
     dataclasses.replace(SMALL, double="gfx950", aiter_generation="newer", style="in-graph"),
     dataclasses.replace(SMALL, double="gfx1250", aiter_generation="newer", kv="fp8", mtp=1),
+    dataclasses.replace(SMALL, double="gfx1250", aiter_generation="G4", mtp=1),
 )
 
 

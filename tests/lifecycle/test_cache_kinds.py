@@ -21,7 +21,6 @@ KINDS = [
         ("bfloat16", "none"),
         *((name, kind) for name in FP8 for kind in ("per_tensor", "per_token")),
     )
-    if kv_dtype in FP8 or layout != "packed, plain V"
 ]
 
 
@@ -81,6 +80,41 @@ def test_replays_decode_the_lengths_scales_and_sinks_of_their_own_step(
         if before is not None:  # positive control
             world.assert_wrong(output, before)
         before = world.dense(4)
+
+
+def put_into_one_pool(world: World, pages_per_block: int) -> None:
+    """Block by block the pages of K, and behind them those of V: V's view starts as many pages behind K's."""
+    caches, device = (world.key_cache, world.value_cache), world.key_cache.device
+    num_pages = 2 * len(world.key_cache)
+    of_key = torch.arange(len(world.key_cache), device=device)
+    of_key += of_key // pages_per_block * pages_per_block
+    pool = torch.zeros(num_pages, world.key_cache[0].nbytes, dtype=torch.uint8, device=device)
+    for at, cache in zip((of_key, of_key + pages_per_block), caches, strict=True):
+        pool[at] = cache.view(torch.uint8).flatten(1)
+    keys, values = (pool.view(cache.dtype).view(num_pages, *cache.shape[1:]) for cache in caches)
+    world.key_cache, world.value_cache = keys, values[pages_per_block:]
+    for name, scale in world.scales.items():
+        if scale.numel() > 1:
+            world.scales[name] = scale.new_full((num_pages, *scale.shape[1:]), torch.nan)
+            world.scales[name][of_key] = scale
+
+
+@both_styles
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_a_packed_v_of_fewer_pages_which_lies_behind_k_in_one_pool_is_read_in_place(is_fp8: bool, style: str) -> None:
+    """As engines hand out a cache that a layer has K and V in, block by block."""
+    kind = (World.kind.fp8, "per_token") if is_fp8 else (World.kind.kv_dtype, World.kind.scales)
+    world = KindWorld("packed", *kind, warm=True, sanitize="raise")
+    world.set_lens([300, 0, 17, 257])
+    expected, tables = world.dense(4), world.tables.clone()
+    put_into_one_pool(world, 8)
+    assert len(world.value_cache) == len(world.key_cache) - 8
+    world.tables += tables // 8 * 8
+    world.assert_right(world.eager(world.step(4))[:4], expected)
+    g = world.capture(world.step(4), style)
+    world.assert_right(world.replay(g, world.step(4), style)[:4], expected)
+    world.tables.copy_(tables)  # control: these are other pages
+    world.assert_wrong(world.replay(g, world.step(4), style)[:4], expected)
 
 
 @pytest.mark.parametrize("kv_dtype", FP8)

@@ -351,8 +351,22 @@ def test_packed_caches_hold_sixteen_bytes_of_a_token_together():
     wide = checker_of(make_spec(kv_layout="packed"))
     bf16_caches = {"key_cache": bf16(10, 2, 8, 16, 8), "value_cache": bf16(10, 2, 2, 64, 8)}
     check(wide, good_call(**bf16_caches))
-    with pytest.raises(ConfigError, match="value_cache's shape"):  # a 16-bit V is always transposed
-        check(wide, good_call(**{**bf16_caches, "value_cache": bf16(10, 2, 64, 16)}))
+    check(wide, good_call(**{**bf16_caches, "value_cache": bf16(10, 2, 64, 16)}))  # plain 4-D V
+
+
+def test_a_packed_v_may_have_fewer_pages_and_none_more():
+    """K and V packed into one block of memory: V's view starts some pages behind K's."""
+    scales = {name: FakeTensor((10, 2, 16), "float32") for name in ("key_scale", "value_scale")}
+    checker = checker_of(make_spec(scales="per_token", **FP8))
+    for num_pages in (1, 9, 10):
+        for value_cache in (fp8(num_pages, 2, 1, 64, 16), fp8(num_pages, 2, 64, 16)):
+            check(checker, good_call(**{**PACKED, "value_cache": value_cache}, **scales))
+    for num_pages, message in ((11, "page count is 11, wanted at most key_cache's, 10"), (0, "value_cache's shape")):
+        with pytest.raises(ConfigError, match=message):
+            check(checker, good_call(**{**PACKED, "value_cache": fp8(num_pages, 2, 1, 64, 16)}, **scales))
+    fewer = {**PACKED, "value_cache": fp8(9, 2, 1, 64, 16)}
+    with pytest.raises(ConfigError, match=r"key_scale's shape is \[9, 2, 16\], wanted \[10, 2, 16\]"):
+        check(checker, good_call(**fewer, **{name: FakeTensor((9, 2, 16), "float32") for name in scales}))
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, float("nan"), float("inf"), True])

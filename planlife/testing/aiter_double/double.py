@@ -53,7 +53,8 @@ class AiterDouble:
     arch, num_cu: the machine. generation: a name of GENERATIONS or STRANGERS.
     optional: names of OPTIONAL that this library has; None = all of them in "newer", else none.
     device_type: "cpu" or "cuda", whose tensors count as the GPU's.
-    native_bf16: whether G2 and G3 take BF16 caches on gfx942 and gfx950. on_violation: "raise" or "record".
+    native_bf16: whether those of G2, G3 and "newer" take BF16 caches on gfx942 and gfx950. G4 never does.
+    on_violation: "raise" or "record".
     finite_tails: whether V must be finite behind a row's last token; False for tests that poison what no row owns.
     private_scratch: whether live plans must not share scratch, even one after another.
     refresh_delay_cycles: on a GPU, how long a refresh leaves poison in the tables, so that a decode that is not ordered
@@ -110,7 +111,8 @@ class AiterDouble:
             generation=generation,
             requires_plan=self._text.requires_plan,
             caps_by_cu=self._text.caps_by_cu,
-            takes_bf16_cache=native_bf16 and self._text.requires_plan and arch != "gfx1250",
+            bf16_caches=self._bf16_caches(native_bf16),
+            infers_compute_type=self._text.decode_defaults["compute_type"] is None,
             takes_nhd="pa_decode_nhd_max_query_length" in self.optional,
             finite_numbers="pa_decode_default_workgroup_budget" in self.optional,
         )
@@ -136,6 +138,11 @@ class AiterDouble:
             found = counter.tolist()
             counter.zero_()
             self._judge([n > 0 for n in found], f" ({sum(found)} times on {device})")
+
+    def _bf16_caches(self, native_bf16: bool) -> str:
+        taken = self._text.bf16_caches
+        # Of G2 and G3 there are texts with BF16 caches, and texts with gfx1250, and none with both.
+        return "none" if taken == "cdna" and (not native_bf16 or self.arch == "gfx1250") else taken
 
     def _plan(self, **given: Any) -> Any:
         c = SimpleNamespace(**{"sliding_window": 0, "query_length": 1, "total_context_length": None, **given})
@@ -192,6 +199,7 @@ class AiterDouble:
         call = check_decode(self.library, c, self.plan_class)
         self._compile(compile_keys.tile_key(call.shape), c.query)
         check_scratch(c, call.shape)
+        compile_keys.check_tile(call.shape)  # its code is made by its first launch
         self._check_allocations(c, call)
         scratch = self._scratch(c, call)
         partials = scratch[2]

@@ -22,9 +22,10 @@ _SHORT_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f3
 class Library:
     """Which text of pa_decode checks a call.
 
-    device_type: the tensors that count as the GPU's. takes_bf16_cache: a G2 or G3 of gfx942 and gfx950 that knows
-    native BF16 caches; the texts without look at the architecture later. finite_numbers: softmax_scale and host-number
-    scales must be finite and positive.
+    device_type: the tensors that count as the GPU's. bf16_caches: where native BF16 caches are taken, "none", "cdna"
+    (gfx942 and gfx950) or "gfx1250"; the text of "cdna" looks at the architecture before the shapes, the others behind
+    them. infers_compute_type: None is the cache's. finite_numbers: softmax_scale and host-number scales must be finite
+    and positive.
     """
 
     arch: str
@@ -33,7 +34,8 @@ class Library:
     generation: str
     requires_plan: bool
     caps_by_cu: bool
-    takes_bf16_cache: bool
+    bf16_caches: str
+    infers_compute_type: bool
     takes_nhd: bool
     finite_numbers: bool
 
@@ -78,7 +80,11 @@ def check_decode(lib: Library, call: SimpleNamespace, plan_class: type) -> Check
     )
     require(c.query_scale is None, NotImplementedError, "query_scale: quantized queries are not supported")
     require(c.alibi_slopes is None, NotImplementedError, "alibi_slopes: ALiBi is not supported")
-    window = check_window_and_length(c.sliding_window, c.query_length)
+    if lib.generation == "G0":
+        window = 0
+        _check_first_text(c)
+    else:
+        window = check_window_and_length(c.sliding_window, c.query_length)
     if lib.finite_numbers:
         ok = isinstance(c.softmax_scale, (int, float)) and 0 < c.softmax_scale < float("inf")
         require(ok, ValueError, f"softmax_scale must be finite and positive, got {c.softmax_scale}")
@@ -106,12 +112,14 @@ def check_decode(lib: Library, call: SimpleNamespace, plan_class: type) -> Check
     num_kv_heads = c.key_cache.shape[2 if is_nhd else 1]
     require(num_kv_heads >= 1, ValueError, "key_cache must have at least one KV head")
 
-    if lib.takes_bf16_cache:
-        cache_dtype = _check_arch(lib, c)
-    elem = 2 if lib.takes_bf16_cache and cache_dtype == torch.bfloat16 else 1
-    is_bf16_cache = elem == 2
+    compute_type = c.key_cache.dtype if c.compute_type is None and lib.infers_compute_type else c.compute_type
+    on_cdna = lib.bf16_caches == "cdna"
+    if on_cdna:
+        cache_dtype = _check_arch(lib, c, compute_type)
+    is_bf16_cache = (cache_dtype if on_cdna else compute_type) == torch.bfloat16 and lib.bf16_caches != "none"
+    has_small_steps = is_bf16_cache and on_cdna
     require(
-        64 <= head_dim <= 1024 and head_dim % 64 == 0 and (is_bf16_cache or head_dim == 64 or head_dim % 128 == 0),
+        64 <= head_dim <= 1024 and head_dim % 64 == 0 and (has_small_steps or head_dim == 64 or head_dim % 128 == 0),
         NotImplementedError,
         f"head_dim={head_dim} is not supported",
     )
@@ -119,15 +127,15 @@ def check_decode(lib: Library, call: SimpleNamespace, plan_class: type) -> Check
         page = c.key_cache.shape[1]
         _check_nhd(lib, c, num_kv_heads)
     else:
-        page = _check_packed(c, 16 // elem, is_bf16_cache)
+        page = _check_packed(c, 8 if is_bf16_cache else 16, needs_transposed_v=is_bf16_cache and on_cdna)
     require(num_q_heads % num_kv_heads == 0, ValueError, "query heads must be divisible by KV heads")
-    if not lib.takes_bf16_cache:
-        cache_dtype = _check_arch(lib, c)
+    if not on_cdna:
+        cache_dtype = _check_arch(lib, c, compute_type)
 
     for name in ("block_tables", "context_lengths"):
         require(getattr(c, name).dtype == torch.int32, TypeError, f"{name} must be int32")
     require(c.query.dtype in (torch.bfloat16, torch.float16), TypeError, "query must be f16 or bf16")
-    if is_bf16_cache:
+    if is_bf16_cache and on_cdna:
         require(c.query.dtype == torch.bfloat16, NotImplementedError, "a BF16 cache requires bfloat16 queries")
     require(c.output.dtype == c.query.dtype, TypeError, "output dtype must be the query's")
     for name in ("key_cache", "value_cache"):
@@ -182,6 +190,7 @@ def check_decode(lib: Library, call: SimpleNamespace, plan_class: type) -> Check
         cache_bytes=max(cache.numel() * cache.element_size() for cache in caches),
         context_bound=context_bound,
         window=window,
+        stages_one_query_tile=lib.bf16_caches == "gfx1250",
     )
     return CheckedCall(shape, is_nhd, scales, sink_dtype)
 
@@ -211,6 +220,17 @@ def check_scratch(call: SimpleNamespace, shape: TileShape) -> None:
         require(tensor.is_contiguous(), ValueError, f"{name} must be contiguous")
 
 
+def _check_first_text(c: SimpleNamespace) -> None:
+    """What G0 has in place of windows, and what it has besides."""
+    require(c.sinks is None, NotImplementedError, "sinks are not supported")
+    require(c.sliding_window in (0, -1), NotImplementedError, "sliding windows are not supported")
+    require(isinstance(c.ps, bool), TypeError, "ps must be a bool")
+    require(c.ps, NotImplementedError, "ps=False is not supported")
+    require(c.query_length >= 1, ValueError, f"query_length must be positive, got {c.query_length}")
+    ok = 1 <= c.max_context_partition_num <= FIRST_PARTITION_LIMIT
+    require(ok, ValueError, f"max_context_partition_num must be in [1, 256], got {c.max_context_partition_num}")
+
+
 def _check_plan_early(lib: Library, c: SimpleNamespace, window: int, plan_class: type) -> None:
     """Before a plan was mandatory. Calls without one are static, which is not the double's subject."""
     if lib.generation == "G1b":
@@ -236,22 +256,22 @@ def _check_partition_number(c: SimpleNamespace) -> None:
     )
 
 
-def _check_arch(lib: Library, c: SimpleNamespace) -> torch.dtype:
-    """The cache dtype that this architecture and cache make necessary."""
+def _check_arch(lib: Library, c: SimpleNamespace, compute_type: Any) -> torch.dtype:
+    """The cache dtype that this architecture, cache and compute_type make necessary."""
     known = lib.arch in FP8_DTYPES and (lib.arch != "gfx1250" or lib.requires_plan)
     require(known, NotImplementedError, f"pa_decode does not support {lib.arch}")
     dtype = FP8_DTYPES[lib.arch]
-    if lib.takes_bf16_cache and c.key_cache.dtype == torch.bfloat16:
+    if lib.bf16_caches == "cdna" and c.key_cache.dtype == torch.bfloat16:
+        dtype = torch.bfloat16
+    if lib.bf16_caches == lib.arch and compute_type == torch.bfloat16:
         dtype = torch.bfloat16
     require(
-        c.compute_type == dtype,
-        NotImplementedError,
-        f"compute_type must be {dtype} on {lib.arch}, got {c.compute_type}",
+        compute_type == dtype, NotImplementedError, f"compute_type must be {dtype} on {lib.arch}, got {compute_type}"
     )
     return dtype
 
 
-def _check_packed(c: SimpleNamespace, x: int, is_bf16_cache: bool) -> int:
+def _check_packed(c: SimpleNamespace, x: int, *, needs_transposed_v: bool) -> int:
     """Page size of vectorised caches."""
     num_blocks, num_kv_heads, groups, page, width = c.key_cache.shape
     head_dim = c.query.shape[2]
@@ -262,7 +282,7 @@ def _check_packed(c: SimpleNamespace, x: int, is_bf16_cache: bool) -> int:
     )
     require(page in PAGE_SIZES, ValueError, f"block_size must be in {PAGE_SIZES}, got {page}")
     is_transposed = c.value_cache.dim() == 5
-    require(is_transposed or not is_bf16_cache, ValueError, "a BF16 cache requires a 5-D value_cache")
+    require(is_transposed or not needs_transposed_v, ValueError, "a BF16 cache requires a 5-D value_cache")
     tail = (page // x, head_dim, x) if is_transposed else (head_dim, page)
     require(tuple(c.value_cache.shape[2:]) == tail, ValueError, f"value_cache must be [blocks, kv, *{tail}]")
     require(c.value_cache.shape[0] <= num_blocks, ValueError, "value_cache must not have more blocks than key_cache")

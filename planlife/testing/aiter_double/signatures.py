@@ -39,6 +39,7 @@ class Generation:
     plan_defaults: dict[str, object]
     decode_defaults: dict[str, object]
     requires_plan: bool = False
+    bf16_caches: str = "none"  # where it takes them: "none", "cdna" (gfx942 and gfx950), "gfx1250"
     planner: str = "triton"  # or "flydsl": what is compiled per what
     caps_by_cu: bool = True  # False: max_partitions is bounded by 256 on every device
     has_window: bool = True
@@ -61,6 +62,8 @@ _DECODE = {
 _EXPLICIT = {"max_context_partition_num": _NO_DEFAULT, **_DECODE}
 _INFERRED = {"max_context_partition_num": None, **_DECODE}
 _PLANNED = {**_DECODE, "work_plan": _NO_DEFAULT, "max_context_length": None}
+#: None: what the cache's dtype says.
+_TYPED_BY_CACHE = {**_PLANNED, "compute_type": None}
 _PLAN_0: dict[str, object] = {"max_partitions": _FIRST_LIMIT, "workgroup_budget": None, "plan": None}
 _PLAN_1A: dict[str, object] = {
     "max_partitions": _FIRST_LIMIT,
@@ -85,11 +88,16 @@ GENERATIONS = {
     "G1b": Generation(_PLAN_1B, {**_INFERRED, "ps": True, "work_plan": None}, caps_by_cu=False),
     "G1c": Generation(_PLAN, {**_EXPLICIT, "work_plan": None}),
     "G1d": Generation(_PLAN, {**_INFERRED, "work_plan": None, "tuned_file": None, "max_context_length": None}),
-    "G2": Generation(_PLAN, _PLANNED, requires_plan=True),
-    "G3": Generation(_PLAN, _PLANNED, requires_plan=True, planner="flydsl"),
+    "G2": Generation(_PLAN, _PLANNED, requires_plan=True, bf16_caches="cdna"),
+    "G3": Generation(_PLAN, _PLANNED, requires_plan=True, bf16_caches="cdna", planner="flydsl"),
+    "G4": Generation(_PLAN, _TYPED_BY_CACHE, requires_plan=True, bf16_caches="gfx1250", planner="flydsl"),
     # Not announced by anybody: a library that has moved on. Both functions take a parameter nobody knows.
     "newer": Generation(
-        {**_PLAN, "task_order": None}, {**_PLANNED, "task_order": None}, requires_plan=True, planner="flydsl"
+        {**_PLAN, "task_order": None},
+        {**_PLANNED, "task_order": None},
+        requires_plan=True,
+        bf16_caches="cdna",
+        planner="flydsl",
     ),
 }
 
