@@ -130,7 +130,9 @@ class _Examination:
         answers = []
         for site, spec in sites.specs.items():
             backends = tuple(
-                verdict if verdict.reasons else replace(verdict, conditions=self._conditions(verdict.name, site, sites))
+                verdict
+                if verdict.reasons
+                else replace(verdict, conditions=self._conditions(verdict.name, site, sites, asked))
                 for verdict in self._verdicts(
                     "backend", BACKENDS, absence_reasons, backend_reasons, spec, asked, refusal
                 )
@@ -374,12 +376,13 @@ class _Examination:
             verdicts.append(Verdict(name, tuple(reasons)))
         return tuple(verdicts)
 
-    def _conditions(self, name: str, site: str, sites: Sites) -> tuple[str, ...]:
+    def _conditions(self, name: str, site: str, sites: Sites, device: Device | None) -> tuple[str, ...]:
         """What holds for calls of a site that the backend of that name serves."""
         none: tuple[str, ...] = ()
-        if name != "aiter":
+        if name != "aiter" or device is None:
             return none
-        return self._ask("the conditions of aiter", none, _aiter_conditions, sites.specs[site], sites.ladders[site])
+        asked = sites.specs[site], sites.ladders[site], device
+        return self._ask("the conditions of aiter", none, _aiter_conditions, *asked)
 
     def _choices(self, answers: Sequence[SiteAnswer], auto: str | None, fallback: str | None) -> tuple[Choice, ...]:
         """In the order in which PlanManager looks: the backend is there, the fallback takes all, each site is taken."""
@@ -424,11 +427,11 @@ def _platform(torch: Any) -> str:
     return "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
 
 
-def _aiter_conditions(spec: PlanSpec, ladder: CapacityLadder) -> tuple[str, ...]:
+def _aiter_conditions(spec: PlanSpec, ladder: CapacityLadder, device: Device) -> tuple[str, ...]:
     # Imported here: it needs torch, which may be what is missing.
     from .backends.aiter_limits import conditions
 
-    return conditions(spec, ladder.classes)
+    return conditions(spec, ladder.classes, device.num_compute_units)
 
 
 def _num_gpus(torch: Any) -> int:

@@ -165,7 +165,10 @@ class AiterBackend:
         return budget or default_workgroup_budget(device.num_compute_units)
 
     def excluded(self, device: Any) -> Mapping[str, str]:
-        return {}
+        return {
+            "compiling": "while a class is minted: another table set and scratch of it, and query, output and block "
+            "tables of one call; planlife doctor says how many bytes"
+        }
 
     def table_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
         return table_bytes(spec, plan_rows, num_compute_units)
@@ -178,7 +181,7 @@ class AiterBackend:
 
         What aiter compiles depends on rows and capacity by thresholds that are its own, and is asked for by calls.
         Besides: with each form of V; with sinks of either dtype and without; and with caches of each size that is
-        addressed otherwise, which sinks have nothing to do with. Takes compile_bytes() while it runs.
+        addressed otherwise, which sinks have nothing to do with. Takes `compile_bytes` while it runs.
 
         Raises ConfigError for a class that aiter's reducer cannot index (R47), or that aiter refuses or cannot compile,
         and MemoryError.

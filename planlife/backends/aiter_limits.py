@@ -10,6 +10,7 @@ import torch
 from ..aiter_library import AiterLibrary, ask_count
 from ..errors import ConfigError
 from ..spec import FP8_DTYPES, PlanSpec
+from .aiter_plan import compile_bytes
 from .aiter_scales import default_softmax_scale
 
 # As aiter's host code has them since ROCm/aiter#5809.
@@ -120,8 +121,11 @@ def check_reducer(spec: PlanSpec, plan_rows: int) -> None:
         )
 
 
-def conditions(spec: PlanSpec, classes: Sequence[int]) -> tuple[str, ...]:
-    """What holds for calls of a site that aiter serves, by a backend that was given nothing else, in sentences."""
+def conditions(spec: PlanSpec, classes: Sequence[int], num_compute_units: int) -> tuple[str, ...]:
+    """What holds for calls of a site that aiter serves, by a backend that was given nothing else, in sentences.
+
+    spec: as it was given; its plans have the default budget and all partitions where it names none.
+    """
     found = []
     segments = [f"{rows} in {-(-rows // MAX_PLAN_ROWS)}" for rows in classes if rows > MAX_PLAN_ROWS]
     if segments:
@@ -136,6 +140,11 @@ def conditions(spec: PlanSpec, classes: Sequence[int]) -> tuple[str, ...]:
     found.append(
         f"softmax_scale is compiled in as {default_softmax_scale(spec)} (1/sqrt(head_dim)), and calls with another "
         "one are refused: pass backend=AiterBackend(softmax_scales=[...]) where the model has others"
+    )
+    rows = min(max(classes), MAX_PLAN_ROWS, most)
+    num_bytes = compile_bytes(spec, rows, num_compute_units)
+    found.append(
+        f"minting takes up to {num_bytes:,} bytes beside the budget while it compiles; leave them free until then"
     )
     found.append("calls with lse= are refused: aiter gives no log-sum-exps, backend='triton' does")
     return tuple(found)

@@ -137,6 +137,19 @@ def scratch_bytes(spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int
     return _scratch_parts(spec, capacity, capacity)[-1][1]
 
 
+def compile_bytes(spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
+    """What minting tables of that many rows takes beside the budget while it compiles: a table set and its scratch, and
+    query, output, block tables and lengths of one call. A few pages of KV and their scales come on top."""
+    query_bytes = spec.query_length * spec.num_q_heads * spec.head_dim * DTYPE_BYTES[spec.q_dtype]
+    columns = -(-spec.max_context_tokens // spec.page_size)
+    row_bytes = 2 * query_bytes + (columns + 1) * 4
+    return (
+        table_bytes(spec, plan_rows, num_compute_units)
+        + scratch_bytes(spec, plan_rows, num_compute_units)
+        + plan_rows * row_bytes
+    )
+
+
 def _scratch_parts(spec: PlanSpec, full_capacity: int, capacity: int) -> list[tuple[int, int]]:
     """(start, end) in bytes of exp_sums, max_logits and temporary_output. Starts, and so alignment, are the class's."""
     slots = spec.num_kv_heads * spec.query_rows_per_kv_head

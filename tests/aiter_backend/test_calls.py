@@ -558,12 +558,3 @@ def test_a_class_of_which_aiter_takes_no_call_is_refused_when_it_is_minted(make_
     aiter.refusal = None
     world = make_world()  # positive control
     world.assert_right(world.decode(world.plan(LENS)))
-
-
-def test_what_aiter_cannot_compile_is_refused_when_a_class_is_minted(make_world, aiter):
-    """Its schedule asserts what its host checks say nothing of."""
-    aiter.refusal = AssertionError("LDS")
-    with pytest.raises(
-        ConfigError, match=r"a class of 4 rows: calls of 1 rows fail \(LDS\)\. Give the manager backend='triton'\."
-    ):
-        make_world()

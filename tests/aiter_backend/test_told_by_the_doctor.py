@@ -22,6 +22,7 @@ from planlife import BackendUnavailableError, CapacityLadder, ConfigError, PlanM
 from planlife.aiter_generation import NEWER_NAMES, tell_generation
 from planlife.aiter_library import probe
 from planlife.backends.aiter_backend import AiterBackend
+from planlife.backends.aiter_plan import compile_bytes
 from planlife.commands import planlife as command
 from planlife.diagnosis import Diagnosis
 from planlife.doctor import Machine
@@ -29,6 +30,7 @@ from planlife.sites import read_sites
 from planlife.testing.aiter_double import GENERATIONS, STRANGERS
 from planlife.testing.aiter_machine import aiter_machine
 from planlife.testing.fakes import FakeDevice
+from planlife.torch_device import CpuDevice
 from tests.aiter_backend.recording_aiter import RecordingAiter
 from tests.aiter_backend.test_probe import default_plan
 from tests.child_process import REPOSITORY
@@ -236,10 +238,13 @@ def test_with_a_fallback_what_aiter_refuses_falls_back_as_the_doctor_said(genera
 def test_the_conditions_of_a_served_site_are_what_calls_then_meet(generation):
     spec = replace(three_sites("gfx942")["bf16"], max_context_tokens=64)
     with aiter_machine("gfx1250" if generation == "G4" else "gfx942", generation=generation):
-        found = examine(machine(), sites(one=spec), backend="aiter")
+        one = sites(one=spec)
+        found = examine(machine(), one, backend="aiter")
         (answer,) = found.sites
         (aiter,) = (one for one in answer.backends if one.name == "aiter")
-        scale, lse = aiter.conditions
+        scale, minting, lse = aiter.conditions
+        num_bytes = compile_bytes(spec, one.ladders["one"].max_rows, CpuDevice().num_compute_units)
+        assert minting.startswith(f"minting takes up to {num_bytes:,} bytes beside the budget while it compiles")
         assert all(one.conditions == () for one in answer.backends if one.name != "aiter")
         assert all(f"    {line}\n" in str(found) for line in aiter.conditions)
         query = torch.randn(1, 8, 128).to(torch.bfloat16)

@@ -43,7 +43,7 @@ _MAX_ROWS_OF_GFX1250 = 81_792
 _TOKENS = 1 << 23  # float32 holds each of them, and one more
 
 
-class DoubleViolation(AssertionError):
+class DoubleViolation(Exception):
     """A call that the real library takes, and that is wrong all the same."""
 
 
