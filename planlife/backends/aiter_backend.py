@@ -337,7 +337,7 @@ class AiterBackend:
             )  # fmt: skip
         except _HOST_CHECKS as error:
             raise ConfigError(
-                f"aiter's pa_decode refuses this call: {error}. Nothing was launched. Pass what it asks for, or give "
+                f"aiter's pa_decode refuses this call: {error}. It launched nothing. Pass what it asks for, or give "
                 "the manager backend='triton'."
             ) from error
         if behind is not None:
