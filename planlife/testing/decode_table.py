@@ -120,7 +120,7 @@ _Goal = frozenset[tuple[str, Any]]
 
 
 def can_meet(goal: _Goal) -> bool:
-    """Whether a call of the table may have these options: FP8 caches have scales and others none, a packed page holds 16
+    """Whether a case may have these options: FP8 caches have scales and others none, a packed page holds 16
     bytes' worth of tokens at the least, and a plain V is FP8 here, as in the figures that were published."""
     chosen = dict(goal)
     is_fp8 = {chosen["kv_dtype"] in FP8_DTYPES} if "kv_dtype" in chosen else set()
