@@ -120,11 +120,12 @@ _Goal = frozenset[tuple[str, Any]]
 
 
 def can_meet(goal: _Goal) -> bool:
-    """Whether a call may have these options: FP8 caches have scales and others none, and a packed page holds 16 bytes'
-    worth of tokens at the least."""
+    """Whether a case may have these options: FP8 caches have scales and others none, a packed page holds 16
+    bytes' worth of tokens at the least, and a plain V is FP8 here, as in the figures that were published."""
     chosen = dict(goal)
     is_fp8 = {chosen["kv_dtype"] in FP8_DTYPES} if "kv_dtype" in chosen else set()
     is_fp8 |= {chosen["scales"] != "none"} if "scales" in chosen else set()
+    is_fp8 |= {True} if chosen.get("layout") == "packed, plain V" else set()
     is_packed = LAYOUTS[chosen.get("layout", "nhd")][0] == "packed"
     return len(is_fp8) < 2 and not (is_packed and chosen.get("page_size") == 1)
 
