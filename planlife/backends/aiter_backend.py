@@ -139,11 +139,11 @@ class AiterBackend:
                 )
                 if is_served is True or can_use is None:
                     return asked, ""
-                says = "without a reason" if is_served is False else f"it answers {_shown(is_served)}"
+                says = says or ("without a reason" if is_served is False else f"it answers {_shown(is_served)}")
             except _EndOfHostChecks:
                 return asked, ""
             except Exception as error:
-                says = _told(error)
+                says = says or _told(error)  # the first form's: the others are rarer, and their words say that
         return asked, says
 
     def refuse_step(self, spec: PlanSpec, context_lens: Any) -> Sequence[str]:
