@@ -123,13 +123,17 @@ def served_here(cases: Sequence[DecodeCase]) -> list[DecodeCase]:
 
 
 @on_each_machine
-def test_a_case_of_the_table_is_right_or_refused_at_construction_with_the_reason(machine: Any) -> None:
+def test_a_case_of_the_table_is_right_or_refused_with_the_reason(machine: Any) -> None:
     with machine_of(*machine) as double:
         served = served_here(CASES)
         assert len(served) >= 4
         for case in CASES:
             if case in served:
                 decode_right(case)
+                continue
+            if "5-D value_cache" in refusal_of(case):  # the form of V is the call's, and not the site's
+                with pytest.raises(ConfigError, match="5-D value_cache"):
+                    inputs_of(case).decode(backend="aiter")
                 continue
             reasons = AiterBackend().refuse_spec(case.spec(), resolve_device("cpu"))
             with pytest.raises(ConfigError) as caught:
