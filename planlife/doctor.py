@@ -279,7 +279,7 @@ class _Examination:
     def _gpu(self, torch: Any, kind: str, index: int, physical: tuple[str, ...] | None) -> Gpu:
         properties = torch.cuda.get_device_properties(index)
         if kind == "rocm":
-            arch = str(properties.gcnArchName).partition(":")[0]
+            arch = aiter_library.architecture_name(properties.gcnArchName)
         else:
             arch = f"sm_{properties.major}{properties.minor}"
         no_memory: tuple[int | None, int | None] = (None, None)

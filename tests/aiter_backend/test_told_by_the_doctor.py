@@ -61,7 +61,7 @@ UNFIT = {
     "G1b": "of before work plans were mandatory (its pa_decode takes max_context_partition_num, ps)",
     "G1c": "of before work plans were mandatory (its pa_decode takes max_context_partition_num)",
     "G1d": "of before work plans were mandatory (its pa_decode takes max_context_partition_num, tuned_file)",
-    "pypi": "is PyPI's asyncio package of that name, not ROCm's kernel library: pip uninstall aiter",
+    "pypi": "is not ROCm's kernel library: it has no aiter.ops, as PyPI's asyncio package",
     "fork without plans": "has no plan_pa_decode, pa_decode, PADecodePlan: it has flydsl_pa_decode instead",
     "fork with host plans": "has no plan_pa_decode: it has make_pa_decode_plan instead, as a fork does",
     "static only": "has no plan_pa_decode, PADecodePlan, so it is too old for work plans",
