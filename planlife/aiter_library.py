@@ -55,10 +55,10 @@ _NHD_KEYWORDS = ("kv_dtype", "head_dim", "block_size", "query_group_size")
 #: Only older ones have these: before ROCm/aiter#5809 a plan was optional.
 _BEFORE_PLANS_WERE_MANDATORY = ("max_context_partition_num", "ps", "tuned_file")
 
-#: What to tell whoever has none.
+#: What to tell whoever has none, and whoever has one that cannot be used.
 WHERE_FROM = "it comes with the ROCm images (PyPI's aiter is another project)"
 _UPGRADE = "upgrade aiter to one with ROCm/aiter#5809, together with the engine that calls it"
-_OTHERWISE = "or pass 'triton', 'torch' or 'auto'"
+OTHERWISE = "or pass 'triton', 'torch' or 'auto'"
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class _Prober:
             return failure
         if getattr(attribute_of(module, "__spec__"), "_initializing", False):
             # This thread imports it, further up, or Python broke a deadlock of imports.
-            return Probe(None, (f"{DEFINING_MODULE} is still being imported: ask when that is over, {_OTHERWISE}",))
+            return Probe(None, (f"{DEFINING_MODULE} is still being imported: ask when that is over, {OTHERWISE}",))
         answer = read(module)
         if answer.library is not None:
             self._found = module, answer
@@ -167,7 +167,7 @@ def _blocked() -> str:
     for name in accumulate(DEFINING_MODULE.split("."), "{}.{}".format):
         if sys.modules.get(name, name) is None:
             blocked = f"importing {name} is blocked in this process (sys.modules[{name!r}] is None)"
-            return f"{blocked}: take that entry away, {_OTHERWISE}"
+            return f"{blocked}: take that entry away, {OTHERWISE}"
     return ""
 
 
@@ -181,7 +181,7 @@ def _told_by_files() -> str:
     except Exception as error:  # a finder of somebody's
         return _cannot_start("looked for", error)
     if spec is None:
-        return f"'aiter' is not installed: {WHERE_FROM}; {_OTHERWISE[3:]}"
+        return f"'aiter' is not installed: {WHERE_FROM}; {OTHERWISE[3:]}"
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     if spec.origin is None:
         # Without any files there is nothing to tell it by: an importer of its own brings it.
@@ -189,7 +189,7 @@ def _told_by_files() -> str:
     if not any((folder / "ops").is_dir() for folder in folders):
         return _not_rocms(spec.origin)
     if not any((folder / _PLANNER_FILE).is_file() for folder in folders):
-        return f"the aiter here has no {DEFINING_MODULE}, and so no plan_pa_decode: {_UPGRADE}, {_OTHERWISE}"
+        return f"the aiter here has no {DEFINING_MODULE}, and so no plan_pa_decode: {_UPGRADE}, {OTHERWISE}"
     return ""
 
 
@@ -213,7 +213,7 @@ def _no_package(folders: Sequence[Path]) -> str:
     return (
         f"the 'aiter' found here is only a folder, {', '.join(map(str, folders))}, {kind}; where another one is "
         f"installed, take the folder's parent off the path (sys.path), which is often the working directory; "
-        f"{_OTHERWISE}"
+        f"{OTHERWISE}"
     )
 
 
@@ -227,7 +227,7 @@ def _cannot_start(what: str, error: BaseException) -> str:
     text = describe(error)
     # As a package of its own: aiter's modules and folders of that name are in most messages.
     repair = "pip install 'planlife[rocm]'" if re.search(r"(?<![./\\\w])flydsl\b", text, re.I) else "repair that"
-    return f"{DEFINING_MODULE} cannot be {what} here ({text}): {repair}, {_OTHERWISE}"
+    return f"{DEFINING_MODULE} cannot be {what} here ({text}): {repair}, {OTHERWISE}"
 
 
 def _not_rocms(origin: str | None) -> str:
@@ -235,7 +235,7 @@ def _not_rocms(origin: str | None) -> str:
     return (
         f"the {where} is not ROCm's kernel library: it has no aiter.ops, as PyPI's asyncio package of that name has "
         "none; pip uninstall aiter where it is that one, else take it off the path (sys.path); ROCm's comes with the "
-        f"ROCm images; {_OTHERWISE}"
+        f"ROCm images; {OTHERWISE}"
     )
 
 
@@ -265,7 +265,7 @@ def read(module: ModuleType) -> Probe:
     if missing:
         fork = [name for name in ("flydsl_pa_decode", "make_pa_decode_plan") if attribute_of(module, name) is not None]
         kind = f": it has {', '.join(fork)} instead, as a fork does" if fork else ", so it is too old for work plans"
-        return Probe(None, (f"the aiter here has no {', '.join(missing)}{kind}; {_UPGRADE}, {_OTHERWISE}",))
+        return Probe(None, (f"the aiter here has no {', '.join(missing)}{kind}; {_UPGRADE}, {OTHERWISE}",))
     plan, decode, plan_type = found
 
     def optional(name: str, positionals: Sequence[str], keywords: Sequence[str]) -> Callable[..., Any] | None:
@@ -281,7 +281,7 @@ def read(module: ModuleType) -> Probe:
         *([] if unfit else _misfits("PADecodePlan", plan_type, (), PLAN_FIELDS)),
     ]
     if reasons:
-        return Probe(None, tuple(f"{reason}, {_OTHERWISE}" for reason in reasons))
+        return Probe(None, tuple(f"{reason}, {OTHERWISE}" for reason in reasons))
 
     library = AiterLibrary(
         plan,

@@ -470,8 +470,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _one_line(error: Exception, *, with_type: bool = True) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if with_type else text
+    return aiter_library.describe(error) if with_type else " ".join(str(error).split())
 
 
 def _reasons(verdicts: Sequence[Verdict], name: str) -> tuple[str, ...]:
