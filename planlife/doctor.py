@@ -33,7 +33,7 @@ from .errors import BackendUnavailableError, ConfigError, PlanlifeError
 from .estimate import estimate
 from .ladder import CapacityLadder
 from .sites import Sites
-from .spec import PlanSpec, check_int
+from .spec import INT32_MAX, PlanSpec, check_int
 from .visibility import read_visibility
 
 _Answer = TypeVar("_Answer")
@@ -95,7 +95,7 @@ def diagnose(
     check_choice("backend", backend, ("auto", *BACKENDS))
     if fallback is not None:
         check_choice("fallback", fallback, FALLBACKS)
-    check_int("ubatches", ubatches, at_least=1)
+    check_int("ubatches", ubatches, at_least=1, at_most=INT32_MAX)
     return _Examination(machine or Machine.here()).of(sites, device, backend, fallback, ubatches)
 
 
