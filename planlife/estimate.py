@@ -111,7 +111,7 @@ def _notes(sites: Sites, backend: Backend, num_compute_units: int) -> tuple[str,
         return ()
     return (
         f"{', '.join(unnamed)}: counted with workgroup_budget={default_workgroup_budget(num_compute_units)}, 2 x "
-        "compute units. This aiter has pa_decode_default_workgroup_budget, which a manager asks by its device and an estimate "
-        "cannot, so that it may take more or fewer bytes there, as `planlife doctor` says on that machine. A site that "
-        "names its workgroup_budget takes what is estimated.",
+        "compute units. This aiter has pa_decode_default_workgroup_budget, which a manager asks by its device and an "
+        "estimate cannot, so that it may take more or fewer bytes there, as `planlife doctor` says on that machine. A "
+        "site that names its workgroup_budget takes what is estimated.",
     )
