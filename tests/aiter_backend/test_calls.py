@@ -564,6 +564,7 @@ def test_what_aiter_cannot_compile_is_refused_when_a_class_is_minted(make_world,
     """Its schedule asserts what its host checks say nothing of."""
     aiter.refusal = AssertionError("LDS")
     with pytest.raises(
-        ConfigError, match=r"a class of 4 rows: calls of 1 rows fail \(LDS\)\. Give the manager backend='triton'\."
+        ConfigError,
+        match=r"a class of 4 rows: calls of 1 rows fail \(AssertionError: LDS\)\. Give the manager backend='triton'",
     ):
         make_world()

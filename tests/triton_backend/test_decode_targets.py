@@ -19,7 +19,7 @@ from planlife.kernels import triton_decode
 from planlife.spec import PlanSpec
 
 from ..child_process import run_python
-from .test_targets import PROGRAM
+from .test_targets import COMPILE_FOR_TARGETS
 
 #: What has the most branches: FP8 that the target does not know, packed, scales per token under float16, a window over
 #: query tokens; and without the last.
@@ -37,7 +37,7 @@ for more in ({"query_length": 2, "sliding_window": 100}, {}):
 
 
 def test_decode_and_merge_compile(tmp_path):
-    program = PROGRAM[: PROGRAM.index("for target in")] + DECODES
+    program = COMPILE_FOR_TARGETS + DECODES
     run = run_python("-W", "ignore", "-c", program, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert run.returncode == 0, run.stderr
     kernels = [line.split()[1] for line in run.stdout.splitlines() if "cubin" in line.split()]
