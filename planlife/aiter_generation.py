@@ -160,16 +160,17 @@ def _tell(
 
 def _planner(module: ModuleType, plan: object) -> tuple[str, str]:
     """(planner, sign): looked for in the module and in the one that defines plan_pa_decode."""
-    defined_in = sys.modules.get(str(getattr(plan, "__module__", "")))
-    for name, planner in _PLANNERS.items():
-        if attribute_of(module, name) is not None or attribute_of(defined_in, name) is not None:
-            return planner, f"{name} is its planner's kernel"
+    name = attribute_of(plan, "__module__")
+    defined_in = sys.modules.get(name) if isinstance(name, str) else None
+    for kernel, planner in _PLANNERS.items():
+        if attribute_of(module, kernel) is not None or attribute_of(defined_in, kernel) is not None:
+            return planner, f"{kernel} is its planner's kernel"
     return "", ""
 
 
 def _place(module: ModuleType) -> str:
     file = attribute_of(module, "__file__")
-    if file:
-        return str(file)
+    if isinstance(file, str) and file:
+        return file
     loader = attribute_of(module, "__loader__")
     return f"no file, brought by {type(loader).__module__}" if loader is not None else "no file"

@@ -19,7 +19,7 @@ from .configuration import BACKENDS, FALLBACKS
 from .diagnosis import exact_bytes, human_bytes
 from .errors import ConfigError, PlanlifeError
 from .options import byte_count, progress_bar
-from .spec import INT32_MAX
+from .spec import INT32_MAX, MAX_COMPUTE_UNITS
 
 if TYPE_CHECKING:
     from .bench_device import Cost
@@ -88,9 +88,7 @@ def planlife() -> None:
 @click.option(
     "--aiter-generation",
     type=click.Choice(["G2", "G3", "G4", "newer"]),
-    default="G3",
-    show_default=True,
-    help="The text of aiter that --double has.",
+    help="The text of aiter that --double has; G3 unless given.",
 )
 @click.option(
     "--device",
@@ -311,7 +309,7 @@ def _table(*headings: str) -> Table:
 @click.option(
     "--num-cu",
     "num_compute_units",
-    type=_COUNT,
+    type=click.IntRange(min=1, max=MAX_COMPUTE_UNITS),
     default=256,
     show_default=True,
     metavar="N",
@@ -340,6 +338,8 @@ def estimate_bytes(sites_path: str | None, backend: str, num_compute_units: int,
     click.echo(f"worst case of {found.ubatches} ubatch(es): {exact_bytes(found.worst_case_bytes)}")
     click.echo(f"smallest budget: {exact_bytes(found.min_budget_bytes)}")
     click.echo(f"backend {found.backend}, {found.num_compute_units} compute units")
+    for note in found.notes:
+        click.echo(f"note: {note}")
 
 
 @planlife.group()

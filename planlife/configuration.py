@@ -9,6 +9,7 @@ from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
 from . import aiter_library
+from .aiter_library import OTHERWISE, describe
 from .backends.base import Backend, require_backend
 from .device import Device, require_device
 from .errors import BackendUnavailableError, ConfigError
@@ -157,7 +158,7 @@ def _triton_absence() -> Sequence[str]:
     except Exception as error:  # a library of another build fails with whatever it likes, and is not here either
         return (
             f"'triton' needs the package triton >= {wanted}, which cannot be imported here "
-            f"({type(error).__name__}: {error}); {_TRITON_WAY_OUT}",
+            f"({describe(error)}); {_TRITON_WAY_OUT}",
         )
     version = getattr(triton, "__version__", None)  # a folder of that name can be imported too
     if version is None:
@@ -165,7 +166,7 @@ def _triton_absence() -> Sequence[str]:
             f"'triton' needs the package triton >= {wanted}, and what is imported under its name is another thing "
             f"({triton!r}); {_TRITON_WAY_OUT}",
         )
-    found = re.match(r"(\d+)\.(\d+)", version)
+    found = re.match(r"(\d+)\.(\d+)", str(version))
     if found is None or tuple(map(int, found.groups())) < _LEAST_TRITON:
         return (f"'triton' needs the package triton >= {wanted}, and {version} is here; upgrade it",)
     return ()
@@ -173,7 +174,17 @@ def _triton_absence() -> Sequence[str]:
 
 def backend_reasons(name: str, spec: PlanSpec, device: Device) -> Sequence[str]:
     """Everything against the backend of that name for `spec` on `device`; empty = it can serve it."""
-    return absence_reasons(name) or _make_backend(name).refuse_spec(spec, device)
+    if absence := absence_reasons(name):
+        return absence
+    try:
+        return _make_backend(name).refuse_spec(spec, device)
+    except Exception as error:
+        if name != "aiter":
+            raise  # by our own code, whose fault is no answer
+        # By a library that nobody has seen yet, or by a driver: "auto" goes on.
+        return (
+            f"aiter cannot be asked about this site on {device.name} ({describe(error)}): repair that, {OTHERWISE}",
+        )
 
 
 def auto_backend(specs: Mapping[str, PlanSpec], device: Device) -> str:

@@ -33,7 +33,7 @@ from .errors import BackendUnavailableError, ConfigError, PlanlifeError
 from .estimate import estimate
 from .ladder import CapacityLadder
 from .sites import Sites
-from .spec import PlanSpec, check_int
+from .spec import INT32_MAX, PlanSpec, check_int
 from .visibility import read_visibility
 
 _Answer = TypeVar("_Answer")
@@ -95,7 +95,7 @@ def diagnose(
     check_choice("backend", backend, ("auto", *BACKENDS))
     if fallback is not None:
         check_choice("fallback", fallback, FALLBACKS)
-    check_int("ubatches", ubatches, at_least=1)
+    check_int("ubatches", ubatches, at_least=1, at_most=INT32_MAX)
     return _Examination(machine or Machine.here()).of(sites, device, backend, fallback, ubatches)
 
 
@@ -281,7 +281,7 @@ class _Examination:
     def _gpu(self, torch: Any, kind: str, index: int, physical: tuple[str, ...] | None) -> Gpu:
         properties = torch.cuda.get_device_properties(index)
         if kind == "rocm":
-            arch = str(properties.gcnArchName).partition(":")[0]
+            arch = aiter_library.architecture_name(properties.gcnArchName)
         else:
             arch = f"sm_{properties.major}{properties.minor}"
         no_memory: tuple[int | None, int | None] = (None, None)
@@ -473,8 +473,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _one_line(error: Exception, *, with_type: bool = True) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if with_type else text
+    return aiter_library.describe(error) if with_type else " ".join(str(error).split())
 
 
 def _reasons(verdicts: Sequence[Verdict], name: str) -> tuple[str, ...]:

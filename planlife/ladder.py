@@ -45,7 +45,7 @@ class CapacityLadder:
     def geometric(cls, max_rows: int, growth: float = 1.25) -> CapacityLadder:
         """The fewest classes that pad no count beyond growth x its rows. Raises ConfigError."""
         check_int("max_rows", max_rows, at_least=1, at_most=_MAX_ROWS)
-        if type(growth) not in (int, float) or not (growth > 1 and math.isfinite(growth)):
+        if type(growth) not in (int, float) or not 1 < growth < math.inf:
             raise ConfigError(f"growth must be a finite number > 1, got {growth!r}.")
         classes: list[int] = []
         smallest_unserved = 1

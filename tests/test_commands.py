@@ -204,6 +204,13 @@ def test_bad_options_exit_with_2_before_anything_runs(run_with, arguments):
     assert configs == []
 
 
+def test_a_generation_of_aiter_without_a_double_is_refused_and_not_left_out(run_with):
+    result = CliRunner().invoke(command, ["demo", "--backend", "aiter", "--aiter-generation", "newer"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("planlife: --aiter-generation='newer' does not go without a double: ")
+    assert "Pass --double='gfx942', or leave --aiter-generation out." in result.stderr
+
+
 def test_a_missing_trace_exits_with_2_and_names_the_file(tmp_path):
     result = CliRunner().invoke(command, ["demo", "--trace", str(tmp_path / "gone.csv")])
     assert result.exit_code == 2

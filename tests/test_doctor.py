@@ -292,7 +292,7 @@ def test_pypis_aiter_is_told_from_rocms_without_importing_either(tmp_path: Path,
     one = machine(Torch(mi300x(), hip="6.4"), versions=versions, has_aiter=True)
     found = examine(one)
     version, note = software(found)["aiter"]
-    assert version == "0.13.20240203" and "PyPI's asyncio package of that name, not ROCm's" in note
+    assert version == "0.13.20240203" and "it has no aiter.ops, as PyPI's asyncio package" in note
     assert found.aiter is None
     (line,) = found.wrong
     assert "pip uninstall aiter" in line and str(tmp_path) in line
@@ -543,6 +543,29 @@ def test_auto_takes_the_first_backend_that_serves_every_site(monkeypatch: pytest
         assert configuration.resolve_backend("auto", specs, gpu).name == name
         assert configuration.auto_backend(specs, CpuDevice()) == "torch"  # where triton would be interpreted
     assert [len(backend_reasons(name, replace(TOO_MANY, head_dim=64), gpu)) for name in BACKENDS] == [1, 0, 0]
+
+
+class Strange(Able):
+    """A backend over what raises where it is asked."""
+
+    def refuse_spec(self, spec: PlanSpec, device: Any) -> list[str]:
+        raise RuntimeError("HIP error: no device")
+
+
+def test_auto_goes_on_where_aiter_cannot_be_asked_and_hides_no_fault_of_our_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backends: dict[str, Able] = {"aiter": Strange("aiter", set()), "triton": Able("triton", {128})}
+    monkeypatch.setattr(configuration, "absence_reasons", lambda name: ())
+    monkeypatch.setattr(configuration, "_make_backend", backends.__getitem__)
+    gpu, spec = FakeDevice("cuda:0", 304), replace(TOO_MANY, head_dim=128)
+    assert configuration.auto_backend({"default": spec}, gpu) == "triton"
+    (reason,) = backend_reasons("aiter", spec, gpu)
+    assert reason.startswith("aiter cannot be asked about this site on cuda:0 (RuntimeError: HIP error: no device): ")
+    assert "pass 'triton'" in reason
+    backends["triton"] = Strange("triton", set())
+    with pytest.raises(RuntimeError, match="HIP error"):
+        configuration.auto_backend({"default": spec}, gpu)
 
 
 def test_a_manager_with_auto_gets_the_backend_that_auto_means(monkeypatch: pytest.MonkeyPatch) -> None:

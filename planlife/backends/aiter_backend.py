@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..aiter_library import PLAN_FIELDS, AiterLibrary, ask_count, probe
+from ..aiter_library import PLAN_FIELDS, AiterLibrary, ask_count, probe, require_library
 from ..configuration import DeviceMeant
 from ..errors import BackendUnavailableError, ConfigError, RouteError
 from ..planner import default_workgroup_budget
@@ -64,7 +64,7 @@ class AiterBackend:
             library, reasons = probe()
             if library is None:
                 raise BackendUnavailableError("; ".join(reasons) + ".")
-        self._library = library
+        self._library = require_library(library)
         self._architecture_of = architecture_of or _architecture_by_torch
         #: (device, settled spec, rows, capacity) whose every variant ran once.
         self._compiled: set[tuple[str, PlanSpec, int, int]] = set()

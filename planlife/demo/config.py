@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from ..spec import FP8_DTYPES, KV_LAYOUTS, SCALE_KINDS, check_int
+from ..spec import FP8_DTYPES, INT64_MAX, KV_LAYOUTS, SCALE_KINDS, check_int
 
 STYLES = ("before-replay", "in-graph")
 BACKENDS = ("auto", "torch", "triton", "aiter")
@@ -60,7 +60,7 @@ class DemoConfig:
         serve the demo.
     double: a GPU of DOUBLES that `device` is taken for, with the strict double of aiter: torch ops behind the
         library's checks, for machines without such a GPU. None = what is installed.
-    aiter_generation: of AITER_GENERATIONS, the text of aiter that the double has.
+    aiter_generation: of AITER_GENERATIONS, the text of aiter that the double has; None = G3.
     device: as torch writes it. On a CPU graphs are emulated.
 
     Raises ConfigError.
@@ -80,29 +80,27 @@ class DemoConfig:
     memory_bytes: int = 16 << 20
     backend: str = "auto"
     double: str | None = None
-    aiter_generation: str = "G3"
+    aiter_generation: str | None = None
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        choices = {
-            "style": STYLES,
-            "kv": tuple(KV_DTYPES),
-            "layout": KV_LAYOUTS,
-            "backend": BACKENDS,
-            "aiter_generation": AITER_GENERATIONS,
-        }
+        choices = {"style": STYLES, "kv": tuple(KV_DTYPES), "layout": KV_LAYOUTS, "backend": BACKENDS}
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.")
-        if self.double is not None and self.double not in DOUBLES:
-            raise ConfigError(f"double must be one of {', '.join(DOUBLES)}, or None, got {self.double!r}.")
+        for name, known in (("double", DOUBLES), ("aiter_generation", AITER_GENERATIONS), ("scales", FP8_SCALES)):
+            if getattr(self, name) is not None and getattr(self, name) not in known:
+                raise ConfigError(f"{name} must be one of {', '.join(known)}, or None, got {getattr(self, name)!r}.")
         if self.double is not None and self.backend != "aiter":
             raise ConfigError(
                 f"double={self.double!r} does not go with backend={self.backend!r}: the double is of aiter. "
                 "Pass backend='aiter', or leave double out."
             )
-        if self.scales is not None and self.scales not in FP8_SCALES:
-            raise ConfigError(f"scales must be one of {', '.join(FP8_SCALES)}, or None, got {self.scales!r}.")
+        if self.aiter_generation is not None and self.double is None:
+            raise ConfigError(
+                f"aiter_generation={self.aiter_generation!r} does not go without a double: what is installed has the "
+                f"generation that it has. Pass double='gfx942', or leave aiter_generation out."
+            )
         if self.scales is not None and not self.is_fp8:
             raise ConfigError(
                 f"scales={self.scales!r} does not go with kv={self.kv!r}: only FP8 caches have scales. "
@@ -116,8 +114,8 @@ class DemoConfig:
         check_int("mtp", self.mtp, at_least=1, at_most=_MAX_DRAFTS)
         check_int("window", self.window, at_least=1, at_most=_MAX_WINDOW_TOKENS)
         if self.budget_bytes is not None:
-            check_int("budget_bytes", self.budget_bytes, at_least=1)
-        check_int("memory_bytes", self.memory_bytes, at_least=1)
+            check_int("budget_bytes", self.budget_bytes, at_least=1, at_most=INT64_MAX)
+        check_int("memory_bytes", self.memory_bytes, at_least=1, at_most=INT64_MAX)
         if type(self.device) is not str:
             raise ConfigError(f"device must be a string such as 'cpu' or 'cuda:0', got {self.device!r}.")
 
@@ -132,6 +130,11 @@ class DemoConfig:
     @property
     def is_fp8(self) -> bool:
         return self.kv_dtype in FP8_DTYPES
+
+    @property
+    def double_generation(self) -> str:
+        """The text of aiter that a double has."""
+        return self.aiter_generation or "G3"
 
     @property
     def kv_scales(self) -> str:

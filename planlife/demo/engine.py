@@ -11,6 +11,7 @@ from importlib import resources
 
 import torch
 
+from ..aiter_library import describe
 from ..backends.base import Backend
 from ..configuration import resolve_backend, resolve_device
 from ..device import Device, Graph
@@ -143,7 +144,7 @@ def _run(config: DemoConfig, progress: Progress | None) -> DemoResult:
 def _machine_of(arch: str, device: Device, config: DemoConfig) -> AbstractContextManager[AiterDouble]:
     """`device` as an `arch` with aiter. What is wrong is noted and the run goes on: a mismatch would show beside it."""
     device_type = device.name.partition(":")[0]
-    return aiter_machine(arch, device_type=device_type, generation=config.aiter_generation, on_violation="record")
+    return aiter_machine(arch, device_type=device_type, generation=config.double_generation, on_violation="record")
 
 
 def _counts_of(double: AiterDouble, num_keys_at_seal: int) -> DoubleCounts:
@@ -489,7 +490,13 @@ def _size_kv_pool(config: DemoConfig, manager: PlanManager, finite_tails: bool) 
             f"{config.max_context_tokens} tokens needs {needed_pages}. "
             f"Raise memory_bytes to at least {reserved_bytes + needed_pages * one_page_bytes:,}."
         )
-    return KVPool(config, num_pages=num_pages, finite_tails=finite_tails)
+    try:
+        return KVPool(config, num_pages=num_pages, finite_tails=finite_tails)
+    except (RuntimeError, MemoryError) as error:  # as torch says it, on a CPU and on a GPU
+        raise ConfigError(
+            f"{config.device} has no room for the {num_pages:,} KV pages that memory_bytes={config.memory_bytes:,} "
+            f"holds ({describe(error)}). Lower memory_bytes."
+        ) from error
 
 
 def _split(batch: Batch, buffers: Sequence[StepBuffers]) -> list[Batch | None]:

@@ -173,7 +173,9 @@ class _World:
         page, num_rows = adapter.spec.page_size, max(adapter.capture_rows)
         columns = -(-(self.longest + adapter.draft_passes) // page)
         num_batches = max(adapter.num_ubatches, 1)
-        pages = torch.randperm(num_batches * num_rows * columns, generator=self.generator).to(self.device, torch.int32)
+        pages = torch.randperm(num_batches * num_rows * columns, generator=self.generator, device="cpu").to(
+            self.device, torch.int32
+        )
         self.block_tables = pages.view(num_batches, num_rows, columns)
         self.caches: dict[PlanSpec, list[_Layer]] = {}
 
@@ -189,7 +191,7 @@ class _World:
         key_cache, value_cache = (cache.to(self.device) for cache in lay_out(keys, values, spec.kv_layout))
         scales: dict[str, Any] = {}
         if spec.scales != "none":
-            owned = torch.ones(shape[:2], dtype=torch.bool)  # every page is some row's
+            owned = torch.ones(shape[:2], dtype=torch.bool, device="cpu")  # every page is some row's
             for name in ("key_scale", "value_scale"):
                 scale = make_scale(_SCALE_FORMS[spec.scales], owned, spec.num_kv_heads, self.generator)
                 assert isinstance(scale, torch.Tensor)
@@ -197,7 +199,7 @@ class _World:
         return _Layer(key_cache, value_cache, scales)
 
     def _random(self, shape: Sequence[int]) -> torch.Tensor:
-        return torch.randn(tuple(shape), generator=self.generator)
+        return torch.randn(tuple(shape), generator=self.generator, device="cpu")
 
     def batch(self, spec: PlanSpec, rows: int, ubatch: int = 0) -> _Batch:
         shape = rows * spec.query_length, spec.num_q_heads, spec.head_dim
@@ -214,15 +216,17 @@ class _World:
 
     def random_lens(self, rows: int, at_least: int = 0) -> list[int]:
         """Uneven, some of them empty or at the edges of tiles."""
-        lens = torch.randint(max(at_least, 1), self.longest + 1, (rows,), generator=self.generator).tolist()
-        picks = torch.randint(0, 12, (rows,), generator=self.generator).tolist()
+        lens = torch.randint(
+            max(at_least, 1), self.longest + 1, (rows,), generator=self.generator, device="cpu"
+        ).tolist()
+        picks = torch.randint(0, 12, (rows,), generator=self.generator, device="cpu").tolist()
         edges = {0: 0, 1: 1, 2: 255, 3: 256, 4: 257}
         return [
             max(at_least, min(edges.get(pick, length), self.longest)) for pick, length in zip(picks, lens, strict=True)
         ]
 
     def random_rows(self, at_most: int) -> int:
-        return int(torch.randint(1, at_most + 1, (), generator=self.generator))
+        return int(torch.randint(1, at_most + 1, (), generator=self.generator, device="cpu"))
 
     def decode_layer(self, metadata: Any, layer: int, batch: _Batch) -> None:
         spec = batch.spec
@@ -236,7 +240,7 @@ class _World:
 
     def compare(self, where: str, batch: _Batch, lens: Sequence[int], others: Mapping[str, Sequence[int]]) -> None:
         """Every row of every layer against the dense answer for `lens`; `others` are lengths to recognise."""
-        wanted_lens = torch.tensor(lens, dtype=torch.int32)
+        wanted_lens = torch.tensor(lens, dtype=torch.int32, device="cpu")
         for layer, output in enumerate(batch.outputs):
             wanted = self._reference(batch, layer, batch.query, batch.block_tables, wanted_lens)
             errors = _row_errors(output, wanted, batch.spec.query_length)
@@ -274,7 +278,7 @@ class _World:
         num_lens = self.longest + self.adapter.draft_passes + 1
         query = batch.query[row * length : (row + 1) * length].repeat(num_lens, 1, 1)
         tables = batch.block_tables[row : row + 1].expand(num_lens, -1)
-        answers = self._reference(batch, layer, query, tables, torch.arange(num_lens, dtype=torch.int32))
+        answers = self._reference(batch, layer, query, tables, torch.arange(num_lens, dtype=torch.int32, device="cpu"))
         errors = _row_errors(found.repeat(num_lens, 1, 1), answers, length)
         if not errors.min() <= ROW_ERROR:
             return (

@@ -221,12 +221,12 @@ def make_scale(
     """A scale in a form of SCALE_FORMS, NaN for tokens that `owned` bool[pages, page] leaves out; None without."""
     if form == "none":
         return None
-    one = torch.rand(1, generator=generator) + 0.25
+    one = torch.rand(1, generator=generator, device="cpu") + 0.25
     if form == "host number":
         return one.item()
     if SCALE_FORMS[form] == "per_tensor":
         return one if form == "device [1]" else one[0]
-    per_token = torch.rand(owned.shape[0], num_kv_heads, owned.shape[1], generator=generator) + 0.25
+    per_token = torch.rand(owned.shape[0], num_kv_heads, owned.shape[1], generator=generator, device="cpu") + 0.25
     per_token.masked_fill_(~owned[:, None], torch.nan)
     return per_token[..., None] if form == "per token, 4-D" else per_token
 
@@ -331,7 +331,7 @@ class DecodeInputs:
         Raises ConfigError where the backend refuses the site; AssertionError if it wrote outside the output.
         """
         # An earlier step with tasks in every row, and partial results that are NaN throughout.
-        longest = torch.full((self.class_rows,), self.spec.max_context_tokens, dtype=torch.int32)
+        longest = torch.full((self.class_rows,), self.spec.max_context_tokens, dtype=torch.int32, device="cpu")
         manager.plan_for(Step(longest.to(self.device)))
         guarded = self.query.new_full((self.query.shape[0] + 2, *self.query.shape[1:]), torch.nan)
         output = guarded[1:-1]
@@ -365,23 +365,23 @@ class DecodeInputs:
         return row_errors(self.decode(**manager_options)[0], self.expected)
 
     def _normal(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self._generator)
+        return torch.randn(shape, generator=self._generator, device="cpu")
 
     def _make_tables(self, lens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """(block_tables, bool[pages, page]: which tokens a row owns). Page 0 belongs to nobody."""
         page_size = self.spec.page_size
         counts = [-(-length // page_size) for length in lens]
         num_pages = sum(counts) + 3
-        order = torch.randperm(num_pages - 1, generator=self._generator) + 1
+        order = torch.randperm(num_pages - 1, generator=self._generator, device="cpu") + 1
         columns = -(-self.spec.max_context_tokens // page_size)
-        garbage = torch.tensor(_GARBAGE_PAGES, dtype=torch.int32)
+        garbage = torch.tensor(_GARBAGE_PAGES, dtype=torch.int32, device="cpu")
         tables = garbage.repeat(-(-self.class_rows * columns // len(garbage)))[: self.class_rows * columns]
         tables = tables.view(self.class_rows, columns).clone()
-        owned = torch.zeros(num_pages, page_size, dtype=torch.bool)
+        owned = torch.zeros(num_pages, page_size, dtype=torch.bool, device="cpu")
         pages = torch.split(order, [*counts, num_pages - 1 - sum(counts)])
         for row, (length, count, own) in enumerate(zip(lens, counts, pages, strict=False)):
             tables[row, :count] = own.to(torch.int32)
-            tokens = torch.zeros(count * page_size, dtype=torch.bool)
+            tokens = torch.zeros(count * page_size, dtype=torch.bool, device="cpu")
             tokens[:length] = True
             owned[own] = tokens.view(count, page_size)
         return tables, owned

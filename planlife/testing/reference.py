@@ -43,7 +43,7 @@ def reference_decode(
     num_kv_heads = key_cache.shape[2 if kv_layout == "nhd" else 1]
     num_q_heads = query.shape[1]
     group = num_q_heads // num_kv_heads
-    output = torch.zeros(query.shape, dtype=torch.float64)
+    output = torch.zeros(query.shape, dtype=torch.float64, device="cpu")
     if lse is not None:
         lse.fill_(-torch.inf)
     for row, length in enumerate(context_lens.tolist()):

@@ -154,7 +154,7 @@ def front_of(call: dict[str, Any], num_rows: int) -> dict[str, Any]:
 
 def exact(call: dict[str, Any], lens: torch.Tensor | None = None) -> torch.Tensor:
     """What a call has to give. lens: other than its own."""
-    one = torch.ones(1)
+    one = torch.ones(1, device="cpu")
     scales = {name: one if call[name] is None else call[name] for name in ("key_scale", "value_scale")}
     return reference_decode(
         call["query"],

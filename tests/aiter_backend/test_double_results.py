@@ -98,3 +98,14 @@ def test_early_generations_decode_windows_with_a_plan():
         call = valid_call(double, sliding_window=100)
         pa_decode(**call)
         assert_right(call)
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_torchs_default_device_is_nothing_to_the_double_and_the_reference(options):
+    """Engines set it while they build a model."""
+    device_side._values_of.cache_clear()  # made by the first FP8 call
+    with aiter_double(arch="gfx950", num_cu=8) as double:
+        call = valid_call(double, **options)
+        with torch.device("meta"):
+            pa_decode(**call)
+            assert_right(call)

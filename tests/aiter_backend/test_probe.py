@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
-from importlib import util
+import threading
+from dataclasses import replace
+from importlib import import_module, util
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
-from planlife import BackendUnavailableError, CapacityLadder, PlanManager, PlanSpec, aiter_library
+from planlife import BackendUnavailableError, CapacityLadder, ConfigError, PlanManager, PlanSpec, aiter_library
 from planlife.aiter_generation import tell_generation
-from planlife.aiter_library import DEFINING_MODULE, probe, read
+from planlife.aiter_library import DEFINING_MODULE, AiterLibrary, ask_count, describe, probe, read
+from planlife.backends.aiter_backend import AiterBackend
 from planlife.configuration import absence_reasons
+from planlife.testing.aiter_double import aiter_double
 from tests.aiter_backend.recording_aiter import PACKAGES, RecordingAiter, install
 from tests.child_process import run_python
 
 
 @pytest.fixture
 def nothing_imported(monkeypatch):
+    """And what the test imports is gone after it."""
     probe.cache_clear()  # this module asks while it is collected
-    for name in (*PACKAGES, DEFINING_MODULE):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in [name for name in sys.modules if name.split(".")[0] == "aiter"]:
+        monkeypatch.delitem(sys.modules, name)
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "aiter"]:
+        del sys.modules[name]
 
 
 def reasons_of(**changes: Any) -> tuple[str, ...]:
@@ -64,8 +74,36 @@ def test_an_aiter_that_is_not_there_is_told_with_where_it_comes_from(nothing_imp
 def test_pypis_aiter_is_refused_by_name_and_not_imported(nothing_imported, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(folder_of(tmp_path)))
     (reason,) = probe().reasons
-    assert "PyPI's asyncio package of that name, not ROCm's" in reason and "pip uninstall aiter" in reason
-    assert str(tmp_path) in reason and "aiter" not in sys.modules
+    assert "is not ROCm's kernel library: it has no aiter.ops, as PyPI's asyncio package of that name" in reason
+    assert "pip uninstall aiter" in reason and str(tmp_path) in reason and "aiter" not in sys.modules
+
+
+def test_a_file_of_that_name_on_the_path_is_to_be_taken_off_it(nothing_imported, monkeypatch, tmp_path):
+    (tmp_path / "aiter.py").write_text("raise OSError('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (reason,) = probe().reasons
+    assert f"the 'aiter' in {tmp_path / 'aiter.py'} is not ROCm's kernel library" in reason
+    assert "else take it off the path (sys.path)" in reason and "aiter" not in sys.modules
+
+
+@pytest.mark.parametrize("is_imported", [False, True])
+@pytest.mark.parametrize("is_checkout", [False, True])
+def test_a_folder_of_that_name_on_the_path_is_told_as_one(
+    nothing_imported, monkeypatch, tmp_path, is_checkout, is_imported
+):
+    """As a checkout in the working directory: Python takes every folder for a package."""
+    folder = tmp_path / "aiter"
+    (folder / "csrc").mkdir(parents=True)
+    if is_checkout:
+        (folder / "aiter" / "ops" / "flydsl").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    if is_imported:
+        import_module("aiter")
+    (reason,) = probe().reasons
+    assert reason.startswith(f"the 'aiter' found here is only a folder, {folder}, ")
+    assert ("PyPI" in reason, "pip" in reason, "pass 'triton'" in reason) == (False, False, True)
+    assert (f"whose package is {folder / 'aiter'}: install that, or put {folder} on the path" in reason) == is_checkout
+    assert ("has no __init__.py and is no package" in reason) != is_checkout
 
 
 def test_an_aiter_without_the_defining_module_is_too_old_and_not_imported(nothing_imported, monkeypatch, tmp_path):
@@ -73,6 +111,95 @@ def test_an_aiter_without_the_defining_module_is_too_old_and_not_imported(nothin
     (reason,) = probe().reasons
     assert f"has no {DEFINING_MODULE}, and so no plan_pa_decode: upgrade aiter" in reason
     assert "aiter" not in sys.modules
+
+
+def a_library_on_disk(tmp_path: Path, *, before: str = "") -> str:
+    """Puts one that planlife can use into a folder, and names that folder. before: what its module does first."""
+    path = folder_of(tmp_path, "ops/__init__.py", "ops/flydsl/__init__.py", "ops/flydsl/pa_decode.py")
+    for file in path.rglob("__init__.py"):
+        file.write_text("")
+    (path / "aiter/ops/flydsl/pa_decode.py").write_text(
+        f"{before}\n"
+        "from tests.aiter_backend.recording_aiter import PADecodePlan, RecordingAiter\n"
+        "plan_pa_decode, pa_decode = RecordingAiter().plan_pa_decode, RecordingAiter().pa_decode\n"
+    )
+    return str(path)
+
+
+def test_an_import_in_another_thread_is_waited_for(nothing_imported, monkeypatch, tmp_path):
+    """Engines import aiter lazily: what a module has until its import ends tells nothing of it."""
+    entered, goes_on = threading.Event(), threading.Event()
+    gate = ModuleType("gate_of_a_test")
+    gate.wait = lambda: (entered.set(), goes_on.wait(30))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "gate_of_a_test", gate)
+    monkeypatch.syspath_prepend(a_library_on_disk(tmp_path, before="import gate_of_a_test; gate_of_a_test.wait()"))
+    importer = threading.Thread(target=import_module, args=(DEFINING_MODULE,))
+    importer.start()
+    assert entered.wait(30) and not hasattr(sys.modules[DEFINING_MODULE], "pa_decode")  # half of it is there
+    answers: list[aiter_library.Probe] = []
+    asker = threading.Thread(target=lambda: answers.append(probe()))
+    asker.start()
+    asker.join(0.05)
+    assert not answers
+    goes_on.set()
+    for thread in (importer, asker):
+        thread.join(30)
+    assert answers[0].reasons == () and probe() == answers[0]
+
+
+def test_what_is_asked_within_the_import_itself_is_no_answer_for_later(nothing_imported, monkeypatch, tmp_path):
+    said: list[tuple[str, ...]] = []
+    gate = ModuleType("gate_of_a_test")
+    gate.ask = lambda: said.append(probe().reasons)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "gate_of_a_test", gate)
+    monkeypatch.syspath_prepend(a_library_on_disk(tmp_path, before="import gate_of_a_test; gate_of_a_test.ask()"))
+    assert probe().reasons == ()
+    assert len(said) == 1 and said[0][0].startswith(f"{DEFINING_MODULE} is still being imported")
+
+
+def test_an_import_that_failed_is_not_run_again_and_what_somebody_else_imports_is_seen(
+    nothing_imported, monkeypatch, tmp_path
+):
+    """What a second attempt says is often of the first: names that are registered twice."""
+    runs: list[int] = []
+    gate = ModuleType("gate_of_a_test")
+
+    def register() -> None:
+        runs.append(1)
+        if len(runs) < 3:
+            raise OSError(f"attempt {len(runs)}: no such device")
+
+    gate.register = register  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "gate_of_a_test", gate)
+    monkeypatch.syspath_prepend(a_library_on_disk(tmp_path, before="import gate_of_a_test; gate_of_a_test.register()"))
+    first = probe()
+    assert "attempt 1" in first.reasons[0]
+    assert probe() == first and len(runs) == 1
+    with pytest.raises(OSError, match="attempt 2"):
+        import_module(DEFINING_MODULE)
+    assert probe() == first and len(runs) == 2
+    import_module(DEFINING_MODULE)
+    assert probe().reasons == () and len(runs) == 3
+
+
+def test_what_files_or_names_say_is_asked_anew(nothing_imported, monkeypatch, tmp_path):
+    assert "'aiter' is not installed" in probe().reasons[0]
+    monkeypatch.syspath_prepend(a_library_on_disk(tmp_path))
+    assert probe().reasons == ()
+    module = sys.modules[DEFINING_MODULE] = ModuleType(DEFINING_MODULE)
+    assert "has no plan_pa_decode, pa_decode, PADecodePlan" in probe().reasons[0]
+    vars(module).update(vars(RecordingAiter().module()))
+    assert probe().library is not None
+
+
+def test_a_double_that_is_put_in_place_later_is_seen_and_gone_when_it_is_taken_away(nothing_imported):
+    assert probe().library is None
+    with aiter_double(generation="G3") as outer:
+        assert probe().library.decode is outer.functions["pa_decode"]
+        with aiter_double(generation="G2") as inner:
+            assert probe().library.decode is inner.functions["pa_decode"]
+        assert probe().library.decode is outer.functions["pa_decode"]
+    assert probe().library is None
 
 
 def test_an_aiter_that_cannot_start_is_a_reason_and_not_an_exception(nothing_imported, monkeypatch, tmp_path):
@@ -156,6 +283,100 @@ def test_a_function_whose_signature_cannot_be_read_is_told_by_what_it_does_not_t
     for function in (Callable(), dict.update):
         (reason,) = reasons_of(pa_decode=function)
         assert "the pa_decode of the aiter here does not take (output, query, " in reason
+
+
+class Sealed:
+    """No class can be derived from it."""
+
+    def __init__(self, work_info, reduce_info, num_kv_heads, max_partitions, sliding_window=0, query_length=1): ...
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError("final")
+
+
+def make_a_plan(work_info, reduce_info, num_kv_heads, max_partitions, sliding_window=0, query_length=1): ...
+
+
+@pytest.mark.parametrize(
+    ("plan_type", "why"),
+    [
+        (make_a_plan, "must be a class, got <function make_a_plan"),
+        (Sealed, r"must be a class that can be derived from, and Sealed cannot \(TypeError: final\)"),
+    ],
+)
+def test_a_plan_type_that_planlife_can_make_no_plans_by_is_refused(plan_type, why):
+    (reason,) = reasons_of(PADecodePlan=plan_type)
+    assert re.search(f"the PADecodePlan of the aiter here {why}", reason)
+    whole = RecordingAiter().library()
+    with pytest.raises(ConfigError, match=f"plan_type of an AiterLibrary {why}"):
+        replace(whole, plan_type=plan_type)
+    # Where a predicate says what is served, nothing is derived.
+    if plan_type is Sealed:
+        assert reasons_of(PADecodePlan=Sealed, can_use_flydsl_pa_decode=RecordingAiter().pa_decode) == ()
+
+
+@pytest.mark.parametrize("library", ["x", 0, object(), AiterLibrary, probe])
+def test_what_is_no_library_is_refused_by_name(library):
+    with pytest.raises(ConfigError, match="library must be an AiterLibrary, or None for the installed one, got "):
+        AiterBackend(library=library)
+
+
+@pytest.mark.parametrize("name", ["plan", "decode", "can_use", "workgroup_budget", "nhd_max_query_length"])
+def test_what_cannot_be_called_is_no_function_of_a_library(name):
+    whole = RecordingAiter().library()
+    with pytest.raises(ConfigError, match=f"{name} of an AiterLibrary must be a function of aiter's, got 3 "):
+        replace(whole, **{name: 3})
+    if name in ("plan", "decode"):
+        with pytest.raises(ConfigError, match=f"{name} of an AiterLibrary"):
+            replace(whole, **{name: None})
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+class MuteThing:
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("no attributes")
+
+
+@pytest.mark.parametrize(
+    ("thing", "text"),
+    [
+        (ValueError("two\n  lines"), "ValueError: two lines"),
+        (ValueError(""), "ValueError"),
+        (Mute(), "Mute, whose text cannot be had (RuntimeError)"),
+        (MuteThing(), "MuteThing, whose text cannot be had (RuntimeError)"),
+        ("yes", "'yes' (str)"),
+        (torch.tensor(True), "a tensor on cpu"),
+    ],
+    ids=lambda thing: type(thing).__name__,
+)
+def test_what_a_strange_library_says_is_told_in_one_line_also_where_it_has_no_text(thing, text):
+    assert describe(thing) == text
+
+
+def test_an_aiter_whose_import_fails_without_a_text_is_a_reason(nothing_imported, monkeypatch, tmp_path):
+    before = "from tests.aiter_backend.test_probe import Mute; raise Mute"
+    monkeypatch.syspath_prepend(a_library_on_disk(tmp_path, before=before))
+    (reason,) = probe().reasons
+    assert "cannot be imported here (Mute, whose text cannot be had (RuntimeError)): repair that" in reason
+
+
+@pytest.mark.parametrize(
+    ("answer", "count"),
+    [(7, 7), (torch.tensor(7), 7), (2**31 - 1, 2**31 - 1)]
+    + [(one, None) for one in (0, -5, True, None, 1.5, 2**31, 10**30, MuteThing())],
+    ids=lambda one: type(one).__name__,
+)
+def test_a_count_of_a_library_is_taken_only_where_it_is_one(answer, count):
+    assert ask_count(lambda: answer) == count
 
 
 def test_a_fork_without_plans_is_told_by_what_it_has_instead():

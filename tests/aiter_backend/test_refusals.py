@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from planlife import BackendUnavailableError, CapacityLadder, ConfigError, PlanManager, PlanSpec, Step
+from planlife.aiter_library import architecture_name
 from planlife.backends.aiter_backend import AiterBackend, architecture_of
 from planlife.configuration import DeviceMeant
 from planlife.testing.aiter_machine import aiter_machine
@@ -389,3 +390,14 @@ def test_a_newer_function_that_gives_no_count_is_as_if_it_were_not_there(answer)
     for count in (7, np.int64(7), torch.tensor(7)):  # positive control
         knowing = backend_on("gfx950", pa_decode_default_workgroup_budget=answering(count))
         assert knowing.default_workgroup_budget(VLLM, device) == 7
+
+
+@pytest.mark.parametrize("name", ["gfx942", "gfx942:sramecc+:xnack-"])
+def test_an_architecture_may_be_named_with_its_features(name):
+    with aiter_machine(name, generation="G3") as double:
+        assert double.arch == "gfx942"
+        assert list(AiterBackend().refuse_spec(FNUZ, CpuDevice())) == []
+        # With the name that the limits know, so that they can say why.
+        (reason,) = AiterBackend().refuse_spec(FN, CpuDevice())
+        assert reason.startswith("the FP8 cache of gfx942 is float8_e4m3fnuz")
+    assert architecture_name(name) == "gfx942"

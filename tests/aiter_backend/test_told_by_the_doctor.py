@@ -25,8 +25,9 @@ from planlife.backends.aiter_backend import AiterBackend
 from planlife.backends.aiter_plan import compile_bytes
 from planlife.commands import planlife as command
 from planlife.diagnosis import Diagnosis
-from planlife.doctor import Machine
-from planlife.sites import read_sites
+from planlife.doctor import Machine, diagnose
+from planlife.estimate import estimate
+from planlife.sites import Sites, read_sites
 from planlife.testing.aiter_double import GENERATIONS, STRANGERS
 from planlife.testing.aiter_machine import aiter_machine
 from planlife.testing.fakes import FakeDevice
@@ -65,7 +66,7 @@ UNFIT = {
     "G1b": "of before work plans were mandatory (its pa_decode takes max_context_partition_num, ps)",
     "G1c": "of before work plans were mandatory (its pa_decode takes max_context_partition_num)",
     "G1d": "of before work plans were mandatory (its pa_decode takes max_context_partition_num, tuned_file)",
-    "pypi": "is PyPI's asyncio package of that name, not ROCm's kernel library: pip uninstall aiter",
+    "pypi": "is not ROCm's kernel library: it has no aiter.ops, as PyPI's asyncio package",
     "fork without plans": "has no plan_pa_decode, pa_decode, PADecodePlan: it has flydsl_pa_decode instead",
     "fork with host plans": "has no plan_pa_decode: it has make_pa_decode_plan instead, as a fork does",
     "static only": "has no plan_pa_decode, PADecodePlan, so it is too old for work plans",
@@ -361,3 +362,31 @@ def test_without_an_aiter_the_row_says_where_it_comes_from_and_nothing_else_is_s
 
 def a_gpu_without_aiter() -> Machine:
     return replace(a_gpu("gfx942"), has_module=lambda name: False)
+
+
+#: aiter knows a smaller budget for it where it has pa_decode_default_workgroup_budget, on gfx950 alone.
+NHD = PlanSpec(8, 1, 256, 64, max_context_tokens=4096, kv_dtype="float8_e4m3fn", scales="per_tensor", kv_layout="nhd")
+
+
+def test_doctor_and_manager_have_the_same_bytes_and_an_estimate_says_where_it_may_have_others():
+    ladder = CapacityLadder([1, 64, 256])
+    one = Sites({"default": NHD}, {"default": ladder})
+    with aiter_machine("gfx950", generation="newer") as double:
+        with PlanManager(NHD, ladder=ladder, device="cpu", backend="aiter") as manager:
+            bytes_taken = manager.worst_case_bytes()
+            assert manager.report().sites[0].workgroup_budget == double.num_cu
+        found = diagnose(one, device="cpu", backend="aiter")
+        assert found.worst_case_bytes == found.sites[0].worst_case_bytes == bytes_taken
+        guess = estimate(one, backend="aiter", num_compute_units=double.num_cu)
+        assert guess.worst_case_bytes > bytes_taken
+        (note,) = guess.notes
+        assert note.startswith(f"default: counted with workgroup_budget={2 * double.num_cu}, 2 x compute units. ")
+        result = CliRunner().invoke(command, ["estimate", "--backend", "aiter"])
+        assert "note: default: counted with workgroup_budget=512, 2 x compute units. This aiter has" in result.output
+
+        named = replace(NHD, workgroup_budget=double.num_cu)
+        exact = estimate(Sites({"default": named}, one.ladders), backend="aiter", num_compute_units=double.num_cu)
+        assert (exact.worst_case_bytes, exact.notes) == (bytes_taken, ())
+        assert estimate(one, num_compute_units=double.num_cu).notes == ()  # of torch
+    with aiter_machine("gfx950", generation="G3") as double:  # which has no such function
+        assert estimate(one, backend="aiter", num_compute_units=double.num_cu).notes == ()

@@ -364,12 +364,23 @@ def test_a_run_that_compared_nothing_is_not_ok(results: dict[str, DemoResult]) -
         ({"backend": "gluon"}, "backend must be one of auto, torch, triton, aiter, got 'gluon'"),
         ({"double": "gfx90a", "backend": "aiter"}, "double must be one of gfx942, gfx950, gfx1250, or None"),
         ({"double": "gfx942"}, "double='gfx942' does not go with backend='auto'.* Pass backend='aiter', or leave"),
-        ({"aiter_generation": "G1d"}, "aiter_generation must be one of G2, G3, G4, newer, got 'G1d'"),
+        ({"aiter_generation": "G1d"}, "aiter_generation must be one of G2, G3, G4, newer, or None, got 'G1d'"),
+        (
+            {"backend": "aiter", "layout": "packed", "aiter_generation": "newer"},
+            "aiter_generation='newer' does not go without a double: what is installed has the generation that it has",
+        ),
+        ({"memory_bytes": 2**63}, r"memory_bytes must be in \[1, 9223372036854775807\], got 9223372036854775808"),
+        ({"budget_bytes": 2**63}, r"budget_bytes must be in \[1, 9223372036854775807\], got 9223372036854775808"),
     ],
 )
 def test_a_config_that_can_never_work_is_refused_by_name(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         DemoConfig(**change)
+
+
+def test_a_memory_that_the_device_does_not_have_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="cpu has no room for the .* KV pages that memory_bytes=.*Lower memory_bytes"):
+        run_demo(DemoConfig(memory_bytes=2**63 - 1))
 
 
 def test_a_memory_that_leaves_no_room_for_the_kv_pool_is_refused_before_anything_is_allocated() -> None:

@@ -34,7 +34,7 @@ def few_classes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", KINDS, ids=lambda one: f"{one.double} {one.aiter_generation} {one.kv} {one.kv_scales} {one.style}"
+    "config", KINDS, ids=lambda one: f"{one.double} {one.double_generation} {one.kv} {one.kv_scales} {one.style}"
 )
 def test_every_output_is_right_and_the_double_objects_to_nothing(config: DemoConfig) -> None:
     result = run_demo(config)
@@ -47,7 +47,7 @@ def test_every_output_is_right_and_the_double_objects_to_nothing(config: DemoCon
     assert result.counts.replayed > 0 and result.counts.draft_passes_replayed > 0
     assert result.num_rows_cut > 0
     assert shown["backend"] == "aiter"
-    assert shown["aiter"].startswith(f"a double ({config.aiter_generation}, as on a {config.double})")
+    assert shown["aiter"].startswith(f"a double ({config.double_generation}, as on a {config.double})")
     assert shown["its compile keys after seal"] == f"0 ({seen.num_compile_keys:,} before)"
     assert shown["its violations"] == "0"
     assert "aiter" not in sys.modules

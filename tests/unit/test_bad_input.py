@@ -165,12 +165,12 @@ BAD_SPECS: list[tuple[str, Any, str]] = [
     *[("page_size", value, "page_size must be") for value in (0, -16, *NOT_INTS)],
     *[("head_dim", value, "head_dim must be") for value in (0, *NOT_INTS)],
     *[("query_length", value, "query_length must be") for value in (0, *NOT_INTS)],
-    *[("sliding_window", value, "sliding_window must be") for value in (-1, *NOT_INTS)],
+    *[("sliding_window", value, "sliding_window must be") for value in (-1, 2**31, HUGE, *NOT_INTS)],
     *[("max_context_tokens", value, "max_context_tokens must") for value in (0, 2**31, HUGE, *NOT_INTS)],
     *[
         (name, value, f"{name} must be")
         for name in ("max_partitions", "workgroup_budget")
-        for value in (0, *NOT_INTS[1:])
+        for value in (0, 2**31, HUGE, *NOT_INTS[1:])
     ],
     *[("lane", value, "lane must be") for value in ("", None, 3, b"main")],
     *[("shared_lengths", value, "shared_lengths must be") for value in (None, 1, 0, "yes")],

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from planlife import CapacityLadder, ConfigError, PlanManager, PlanSpec
+from planlife.estimate import estimate
 from planlife.planner import plan_tables
+from planlife.sites import Sites
 from planlife.testing import FakeBackend, FakeDevice
 from tests.unit.fake_world import FakeWorld, live_lens_fallback, spec
 
@@ -50,6 +52,17 @@ def test_a_setting_reaches_every_segment() -> None:
         lens = [*LENS, 0, 0]
         for segment, rows in zip(segments, (lens[:3], lens[3:6], lens[6:]), strict=True):
             assert segment.work_info == plan_tables(rows, num_kv_heads=1, num_cu=8, **setting)[0]
+
+
+@pytest.mark.parametrize(("name", "most"), [("ubatches", 2**31 - 1), ("num_compute_units", 2**30 - 1)])
+def test_a_number_that_no_estimate_can_count_with_is_refused_by_name(name: str, most: int) -> None:
+    sites = Sites({"a": spec()}, {"a": CapacityLadder([4])})
+    values: tuple[Any, ...] = (0, most + 1, 10**400, True, 1.0)
+    for value in values:
+        with pytest.raises(ConfigError, match=f"{name} must be"):
+            estimate(sites, backend=FakeBackend(), **{name: value})
+    options: dict[str, Any] = {name: most}
+    assert estimate(sites, backend=FakeBackend(), **options).worst_case_bytes > 0  # positive control
 
 
 def test_bytes_follow_each_sites_setting_and_the_estimate_agrees() -> None:

@@ -94,7 +94,7 @@ def test_powers_of_two_pad_below_twice_the_rows():
     assert CapacityLadder.powers_of_two(1).classes == (1,)
 
 
-@pytest.mark.parametrize("growth", [1.01, 1.1, 1.25, 1.5, 2, 3.7, 1e300])
+@pytest.mark.parametrize("growth", [1.01, 1.1, 1.25, 1.5, 2, 3.7, 1e300, 10**400])
 def test_a_geometric_ladder_pads_no_count_beyond_growth_and_no_class_could_be_spared(growth):
     for max_rows in (1, 2, 63, 100, 1024):
         ladder = CapacityLadder.geometric(max_rows, growth)

@@ -274,7 +274,7 @@ def _tokens(
 @cache
 def _values_of(dtype: torch.dtype) -> torch.Tensor:
     """float32[256], by byte."""
-    return torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float()
 
 
 def _by_pointer(tensor: torch.Tensor) -> torch.Tensor:

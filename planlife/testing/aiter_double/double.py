@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ...aiter_library import architecture_name
 from ...emulated_graph import current_capture_id, launch
 from ...planner import plan_capacity
 from . import compile_keys, device_side, signatures
@@ -90,7 +91,7 @@ class AiterDouble:
             raise ValueError(f"optional must be among {OPTIONAL}, got {sorted(unknown)}.")
         if on_violation not in ("raise", "record"):
             raise ValueError(f"on_violation must be 'raise' or 'record', got {on_violation!r}.")
-        arch = arch.partition(":")[0]  # as aiter takes the features off the name that the driver gives
+        arch = architecture_name(arch)  # as aiter takes the features off
         self.arch, self.num_cu, self.generation = arch, num_cu, generation
         self.optional = frozenset(optional)
         self._compiled: dict[tuple[Any, ...], None] = {}
@@ -399,7 +400,7 @@ class AiterDouble:
 
 @contextmanager
 def aiter_double(**settings: Any) -> Iterator[AiterDouble]:
-    """Put a double in aiter's place for imports, and take it away again.
+    """Put a double in aiter's place for imports, and take it away again. planlife sees both, whatever it saw before.
 
     settings: as AiterDouble takes them.
 
