@@ -21,8 +21,14 @@ from .aiter_limits import (
     refuse_always,
 )
 from .aiter_plan import AiterPlan, RowCountViews, scratch_bytes, table_bytes
-from .aiter_sample import SampleCall
-from .aiter_scales import cache_scales_on_device, check_softmax_scales, compiled_softmax_scale, default_softmax_scale
+from .aiter_sample import SampleCall, sink_dtypes
+from .aiter_scales import (
+    cache_scales_on_device,
+    check_cache_scales,
+    check_softmax_scales,
+    compiled_softmax_scale,
+    default_softmax_scale,
+)
 from .torch_backend import count_differences
 
 
@@ -237,6 +243,33 @@ class AiterBackend:
             plan=tables.plan,
         )
 
+    def check_call(
+        self,
+        spec: PlanSpec,
+        output: torch.Tensor,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        softmax_scale: float,
+        key_scale: Any,
+        value_scale: Any,
+        sinks: Any,
+        lse: Any,
+    ) -> None:
+        """See `base.call_check_of`. What aiter's own host checks say of these tensors, only a call of it tells."""
+        _check_extras(sink_dtypes(spec), sinks, lse)
+        compiled_softmax_scale({scale: scale for scale in self._scales_of(spec)}, softmax_scale)
+        _check_strides(query, output)
+        check_cache_scales(key_scale, value_scale)
+        # As many rows as the first table set of the call gets: a single one is always one block.
+        num_rows = min(query.shape[0] // spec.query_length, self.max_plan_rows or MAX_PLAN_ROWS)
+        if not block_tables[:num_rows].is_contiguous():
+            raise ConfigError(
+                f"block_tables' strides are {list(block_tables.stride())}, and aiter reads only contiguous ones. Pass "
+                "the engine's whole table, or a contiguous copy."
+            )
+
     def decode(
         self,
         tables: AiterPlan,
@@ -252,20 +285,11 @@ class AiterBackend:
         sinks: Any,
         lse: Any,
     ) -> None:
-        if lse is not None:
-            raise RouteError(
-                "aiter's pa_decode gives no log-sum-exps, and this call asks for lse. Call it without, or give the "
-                "manager backend='triton'."
-            )
-        if sinks is not None and sinks.dtype not in tables.sink_dtypes:
-            compiled = " and ".join(map(str, tables.sink_dtypes))
-            raise ConfigError(
-                f"sinks' dtype is {sinks.dtype}, and aiter's reducer was compiled for {compiled}. Convert them once, "
-                "when the model is loaded."
-            )
+        if lse is not None or sinks is not None:
+            _check_extras(tables.sink_dtypes, sinks, lse)
         compiled_scale = tables.softmax_scales.get(softmax_scale)
         if compiled_scale is None:
-            compiled_scale = compiled_softmax_scale(tables, softmax_scale)
+            compiled_scale = compiled_softmax_scale(tables.softmax_scales, softmax_scale)
         length = tables.query_length
         num_query_rows = query.shape[0]
         num_rows = num_query_rows // length
@@ -364,6 +388,20 @@ def _ending_plan(plan_type: Any, plan: Any) -> Any:
 
     fields = {name: getattr(plan, name) for name in PLAN_FIELDS}
     return type(plan_type.__name__, (plan_type,), {"validate": validate})(**fields)
+
+
+def _check_extras(compiled_dtypes: Sequence[torch.dtype], sinks: torch.Tensor | None, lse: object) -> None:
+    if lse is not None:
+        raise RouteError(
+            "aiter's pa_decode gives no log-sum-exps, and this call asks for lse. Call it without, or give the manager "
+            "backend='triton'."
+        )
+    if sinks is not None and sinks.dtype not in compiled_dtypes:
+        compiled = " and ".join(map(str, compiled_dtypes))
+        raise ConfigError(
+            f"sinks' dtype is {sinks.dtype}, and aiter's reducer was compiled for {compiled}. Convert them once, when "
+            "the model is loaded."
+        )
 
 
 def _check_strides(query: torch.Tensor, output: torch.Tensor) -> None:
