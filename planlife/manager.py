@@ -849,16 +849,18 @@ class PlanManager:
     @staticmethod
     def _segment_calls(
         query_length: int, segments: tuple[Segment, ...], scratch: Any, call: tuple[Any, ...]
-    ) -> Iterator[tuple[Any, ...]]:
+    ) -> list[tuple[Any, ...]]:
         """What `Backend.decode` gets, once per table set, each over its rows; they are serial and share the scratch."""
         output, query, key_cache, value_cache, block_tables, *extras, lse = call
+        calls = []
         for first_row, end_row, native in segments:
             first, end = first_row * query_length, end_row * query_length
             chunk = output[first:end]
             if chunk.shape[0]:
                 tables = block_tables[first_row:end_row]
                 rest = (*extras, None if lse is None else lse[first:end])
-                yield native, scratch, chunk, query[first:end], key_cache, value_cache, tables, *rest
+                calls.append((native, scratch, chunk, query[first:end], key_cache, value_cache, tables, *rest))
+        return calls
 
     def _decode_other(self, plan: StepPlan | OffPlan, call: tuple[Any, ...]) -> None:
         """Dummies, the fallback, and more rows than the ladder has."""

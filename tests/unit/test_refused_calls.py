@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from planlife import CapacityLadder, ConfigError, MintError, RouteError
+from planlife import CapacityLadder, ConfigError, MintError
 from planlife.testing import FakeBackend
 from tests.unit.fake_world import FakeWorld, spec
 
@@ -69,6 +69,7 @@ def test_a_refused_call_of_a_recording_pins_nothing_and_the_graph_reads_nothing_
     world = FakeWorld(sites=SITES, sanitize=sanitize)
     world.warm()
     step, other = world.step([3, 4], site="a"), world.step([3, 4], site="b", owner=7)
+    kept = world.call(2, "b")
     plan, other_plan = world.manager.plan_for(step), world.manager.plan_for(other)
     with world.manager.graph() as g:
         refuse(world.backend)
@@ -76,7 +77,7 @@ def test_a_refused_call_of_a_recording_pins_nothing_and_the_graph_reads_nothing_
             world.decode(plan)
         assert world.manager.report().pinned_bytes == 0
         world.backend.call_reasons = []
-        world.decode(other_plan)
+        world.manager.pa_decode(other_plan, **kept)
     pinned = {name for name, found in world.states().items() if found == "pinned"}
     assert pinned == {"b/2/ub0", "scratch/other/ub0"}
     world.manager.replay(g, other)
@@ -89,9 +90,9 @@ def test_a_refused_call_leaves_what_its_graph_read_before(refuse: Any) -> None:
     world = FakeWorld()
     world.warm()
     step = world.step([3, 4])
-    plan = world.manager.plan_for(step)
+    plan, kept = world.manager.plan_for(step), world.call(2)
     with world.manager.graph() as g:
-        world.decode(plan)
+        world.manager.pa_decode(plan, **kept)
         refuse(world.backend)
         with pytest.raises(ConfigError, match="another scale"):
             world.decode(plan)
@@ -106,24 +107,25 @@ def test_a_refused_call_is_no_decode_of_an_in_graph_refresh(refuse: Any) -> None
     events: list[Any] = []
     world.manager.add_hook(events.append)
     step = world.step([3, 4])
-    with world.manager.graph():
+    with world.manager.graph() as g:
         plan = world.manager.plan_for(step)
         refuse(world.backend)
         with pytest.raises(ConfigError, match="another scale"):
             world.decode(plan)
     assert world.states()["default/2/ub0"] == "pinned"  # the refresh is in the graph
     assert [event.kind for event in events].count("stale") == 1
+    world.manager.release(g)
 
 
 def test_a_decode_that_failed_half_way_stays_read_by_its_graph() -> None:
     world = FakeWorld(backend=FakeBackend(max_plan_rows=1))
     world.warm()
     step = world.step([3, 4])
-    plan = world.manager.plan_for(step)
+    plan, kept = world.manager.plan_for(step), world.call(2)
     with world.manager.graph() as g:
         world.backend.inject(2, method="decode", error=ConfigError("the second segment"))
         with pytest.raises(ConfigError, match="the second segment"):
-            world.decode(plan)
+            world.manager.pa_decode(plan, **kept)
     assert world.states()["default/2/ub0"] == "pinned"
     world.manager.replay(g, step)
 
@@ -138,7 +140,4 @@ def test_a_fallback_that_refuses_is_not_read_by_the_graph() -> None:
         assert plan.route == "fallback"
         with pytest.raises(MintError, match="not compiled"):
             world.decode(plan)
-    with pytest.raises(RouteError, match="holds no pins"):
-        world.manager.guard(g)
-    world.manager.adopt(g)
-    world.manager.guard(g)
+    world.manager.guard(g)  # and takes no step for it
