@@ -362,8 +362,11 @@ def test_a_graph_captured_on_the_fallback_is_replayed_for_a_step_that_could_be_p
         world.manager.pa_decode(world.manager.plan_for(step), **call)
     world.manager.guard(g, world.step([6] * 4))  # positive control
     world.warm()
-    world.manager.replay(g, world.step([7] * 4))
-    assert call["output"].values == [7] * 4
+    step = world.step([6] * 4)
+    assert world.manager.plan_for(step).route == "planned"
+    world.manager.guard(g, step)
+    with pytest.raises(StalePlanError, match="rows: found 3, wanted 4"):
+        world.manager.guard(g, world.step([6] * 3))
 
 
 def test_dummy_steps_touch_no_table_and_decode_to_zeros() -> None:
