@@ -125,6 +125,10 @@ class Device(Protocol):
         """Launch `graph`."""
         ...
 
+    def fill(self, tensor: Any, value: float) -> None:
+        """Write one number into all of a caller's tensor, whatever mode it was made in."""
+        ...
+
     def zeros_flags(self, num_words: int) -> Buffer:
         """int64[num_words] zeros on the device, outside the byte budget (the sanitizer's counters). Not while recording
         on a GPU."""

@@ -10,6 +10,7 @@ from .device import Device, Graph
 from .errors import ConfigError, RouteError
 from .events import Announcer, logger
 from .graph_record import GraphRecord, Read
+from .item import Item
 from .plan import Arena, Mark, OffPlan, Plan, StepPlan
 from .report import Counters
 from .residency import Residency
@@ -20,7 +21,7 @@ _UNREAD = "its layers take another kernel or plan. Pass the StepPlan that was ma
 class GraphBook:
     """Owns: the records of all recorded graphs, and through them every pin. References no graph.
 
-    The caller holds the manager's lock around `pin`, `note_*`, `bind`, `unbind`, `release`, `release_gone` and
+    The caller holds the manager's lock around `pin`, `unpin`, `note_*`, `bind`, `unbind`, `release`, `release_gone` and
     `record_for`.
     """
 
@@ -116,21 +117,33 @@ class GraphBook:
         reads = () if record is None else record.reads.values()
         return next((read for read in reads if read.plan is plan and not read.captured), None)
 
-    def pin(self, capture_id: int, plan: Plan, arena: Arena) -> None:
+    def pin(self, capture_id: int, plan: Plan, arena: Arena) -> list[Item]:
         """The graph being recorded needs this plan and its scratch to stay where they are.
 
         Before their addresses are taken: until then another thread may evict them and bring them back elsewhere.
-        Raises MintError if they are not resident.
+        Returns those of them that the graph did not pin before. Raises MintError if they are not resident.
         """
         self._residency.require_resident(plan, arena)
         record = self.record_for(capture_id)
         self._residency.num_pinning_graphs += not record.pinned
-        for item in (plan, arena):
-            if item not in record.pinned:
-                self._residency.store.pin(item)
-                record.pinned.append(item)
-                record.holds.append(item.buffer)
-                self._announcer.note("pin", item, str(record))
+        new: list[Item] = [item for item in (plan, arena) if item not in record.pinned]
+        for item in new:
+            self._residency.store.pin(item)
+            record.pinned.append(item)
+            record.holds.append(item.buffer)
+            self._announcer.note("pin", item, str(record))
+        return new
+
+    def unpin(self, capture_id: int, items: list[Item]) -> None:
+        """The call that `pin` was for was refused: the graph reads none of what that returned."""
+        record = self._by_capture[capture_id]
+        for item in items:
+            self._residency.store.unpin(item)
+            record.pinned.remove(item)
+            record.holds[:] = [held for held in record.holds if held is not item.buffer]
+            self._announcer.note("release", item, f"{record}: the call was refused")
+        if items and not record.pinned:
+            self._residency.num_pinning_graphs -= 1
 
     def note_read(self, capture_id: int, plan: StepPlan, *, refreshed: bool, decoded: bool) -> None:
         """The graph being recorded reads this plan: remember what it must find at replay."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from .backends.base import FLAG_CLAMPED, FLAG_STALE, NUM_FLAGS, Backend
+from .backends.base import FLAG_CLAMPED, FLAG_STALE, NUM_FLAGS, Backend, call_check_of
 from .call_check import CallChecker
 from .configuration import (
     DeviceMeant,
@@ -150,6 +150,7 @@ class PlanManager:
         self._closed = False
         self._logged_routes: set[tuple[Any, ...]] = set()
 
+        self._check_call = call_check_of(self._backend)
         self._capture_id = self._device.capture_id
         self._current_stream = self._device.current_stream
         self._flags = self._device.zeros_flags(NUM_FLAGS) if sanitize != "off" and enabled else None
@@ -465,9 +466,12 @@ class PlanManager:
                     or scratch is None
                     or pair.eager.mark is not plan.mark
                 ):
-                    tables, scratch = self._settle(plan)  # type: ignore[arg-type]
-                else:
-                    tables = pair.eager
+                    extras = (softmax_scale, key_scale, value_scale, sinks, lse)
+                    call = (output, query, key_cache, value_cache, block_tables, *extras)
+                    self._check_call(slot.spec, *call)
+                    self._decode_settled(plan, call)  # type: ignore[arg-type]
+                    return output
+                tables = pair.eager
                 if self._flags is not None:
                     self._sanitize_tables(tables, plan.mark, slot.spec, block_tables)  # type: ignore[arg-type]
                 segments = tables.views[slot.view]
@@ -479,7 +483,8 @@ class PlanManager:
                 else:
                     extras = (softmax_scale, key_scale, value_scale, sinks, lse)
                     call = (output, query, key_cache, value_cache, block_tables, *extras)
-                    self._decode_segments(slot.spec.query_length, segments, scratch, call)
+                    for arguments in self._segment_calls(slot.spec.query_length, segments, scratch, call):
+                        self._backend.decode(*arguments)
         finally:
             if self._events:
                 self._announcer.deliver()
@@ -710,16 +715,55 @@ class PlanManager:
             self._device.order_after(item.stream)
             item.stream = stream
 
-    def _settle(self, plan: StepPlan) -> tuple[Tables, Any]:
-        """(tables, scratch) to launch with where the marks alone do not say: pins, brings back, refreshes or refuses.
+    def _decode_settled(self, plan: StepPlan, call: tuple[Any, ...]) -> None:
+        """Decode by a class's tables where the marks alone do not say what is in them. `call` was checked.
 
         The plan's lock is held.
         """
-        item, slot, mark = plan.item, plan.slot, plan.mark
-        assert item is not None
         capture_id = self._capture_id()
         if capture_id:
-            return self._settle_recording(plan, item, mark, capture_id)
+            self._record_decode(plan, call, capture_id)
+            return
+        slot = plan.slot
+        tables, scratch = self._settle(plan)
+        if self._flags is not None:
+            self._sanitize_tables(tables, plan.mark, slot.spec, call[4])
+        for arguments in self._segment_calls(slot.spec.query_length, tables.views[slot.view], scratch, call):
+            self._backend.decode(*arguments)
+
+    def _record_decode(self, plan: StepPlan, call: tuple[Any, ...], capture_id: int) -> None:
+        """Decode while recording. A call that is refused pins nothing, and is nothing that the graph reads."""
+        item, slot = plan.item, plan.slot
+        assert item is not None
+        with self._lock:
+            self._check_open("pa_decode")
+            pinned = self._graphs.pin(capture_id, item, slot.arena)
+            pair, scratch = item.pair, slot.arena.buffer
+        assert pair is not None
+        refreshed = decoded = False
+        try:
+            tables, refreshed = self._settle_recording(plan, item, pair, capture_id)
+            for arguments in self._segment_calls(slot.spec.query_length, tables.views[slot.view], scratch, call):
+                self._backend.decode(*arguments)
+                decoded = True
+            if self._flags is not None:  # behind the decode, which may refuse
+                self._sanitize_tables(tables, plan.mark, slot.spec, call[4])
+        except PlanlifeError:
+            raise
+        except BaseException:
+            decoded = True  # a part of it may be in the graph
+            raise
+        finally:
+            with self._lock:
+                if refreshed or decoded:
+                    self._graphs.note_read(capture_id, plan, refreshed=refreshed, decoded=decoded)
+                else:
+                    self._graphs.unpin(capture_id, pinned)
+
+    def _settle(self, plan: StepPlan) -> tuple[Tables, Any]:
+        """(tables, scratch) to launch with outside of a recording: brings back, refreshes or refuses."""
+        item, slot, mark = plan.item, plan.slot, plan.mark
+        assert item is not None
         with self._lock:
             self._check_open("pa_decode")
             if plan.captured:
@@ -740,13 +784,9 @@ class PlanManager:
             self._refresh(pair.eager, mark)
         return pair.eager, scratch
 
-    def _settle_recording(self, plan: StepPlan, item: Plan, mark: Mark, capture_id: int) -> tuple[Tables, Any]:
-        slot = plan.slot
-        with self._lock:
-            self._check_open("pa_decode")
-            self._graphs.pin(capture_id, item, slot.arena)
-            pair, scratch = item.pair, slot.arena.buffer
-        assert pair is not None
+    def _settle_recording(self, plan: StepPlan, item: Plan, pair: Pair, capture_id: int) -> tuple[Tables, bool]:
+        """(tables to record with, whether their refresh was recorded just now), or refuses."""
+        slot, mark = plan.slot, plan.mark
         refreshed = False
         if plan.captured:
             tables = pair.in_graph
@@ -783,9 +823,7 @@ class PlanManager:
                     "must not be recorded. Call plan_for right before the recording, or inside it for each step.",
                     SecondStepError,
                 )
-        with self._lock:
-            self._graphs.note_read(capture_id, plan, refreshed=refreshed, decoded=True)
-        return tables, scratch
+        return tables, refreshed
 
     def _check_unmoved(self, plan: StepPlan, mark: Mark, tables: Tables) -> None:
         """Refuse to plan again from a length buffer that was written, or may have been, since this step's plan_for."""
@@ -808,18 +846,21 @@ class PlanManager:
                 "again for the step that decodes next."
             )
 
-    def _decode_segments(
-        self, query_length: int, segments: tuple[Segment, ...], scratch: Any, call: tuple[Any, ...]
-    ) -> None:
-        """One call per table set, each over its rows; they are serial and share the scratch."""
+    @staticmethod
+    def _segment_calls(
+        query_length: int, segments: tuple[Segment, ...], scratch: Any, call: tuple[Any, ...]
+    ) -> list[tuple[Any, ...]]:
+        """What `Backend.decode` gets, once per table set, each over its rows; they are serial and share the scratch."""
         output, query, key_cache, value_cache, block_tables, *extras, lse = call
+        calls = []
         for first_row, end_row, native in segments:
             first, end = first_row * query_length, end_row * query_length
             chunk = output[first:end]
             if chunk.shape[0]:
                 tables = block_tables[first_row:end_row]
                 rest = (*extras, None if lse is None else lse[first:end])
-                self._backend.decode(native, scratch, chunk, query[first:end], key_cache, value_cache, tables, *rest)
+                calls.append((native, scratch, chunk, query[first:end], key_cache, value_cache, tables, *rest))
+        return calls
 
     def _decode_other(self, plan: StepPlan | OffPlan, call: tuple[Any, ...]) -> None:
         """Dummies, the fallback, and more rows than the ladder has."""
@@ -865,24 +906,29 @@ class PlanManager:
                 )
             self._decode_parts(slot.spec.query_length, plan.parts, call)
             return
-        if capture_id:
-            mark = plan.mark
-            if mark is None:
-                own_step = Step(plan.context_lens, site=slot.site, ubatch=slot.ubatch)
-                mark = Mark(own_step, plan.context_lens, rows, address, version, capture_id)
-            with self._lock:
-                self._graphs.note_fallback(capture_id, plan, mark)
-        self._decode_by_fallback(slot.spec, rows, plan.context_lens, call)
+        is_refused = False
+        try:
+            self._decode_by_fallback(slot.spec, rows, plan.context_lens, call)
+        except PlanlifeError:
+            is_refused = True
+            raise
+        finally:
+            if capture_id and not is_refused:
+                mark = plan.mark
+                if mark is None:
+                    own_step = Step(plan.context_lens, site=slot.site, ubatch=slot.ubatch)
+                    mark = Mark(own_step, plan.context_lens, rows, address, version, capture_id)
+                with self._lock:
+                    self._graphs.note_fallback(capture_id, plan, mark)
 
-    @staticmethod
-    def _decode_nothing(slot: Slot, call: tuple[Any, ...]) -> None:
+    def _decode_nothing(self, slot: Slot, call: tuple[Any, ...]) -> None:
         """Zeros, for an output of any number of rows."""
         output, *_, lse = call
         slot.checker.check_output(output)
         if lse is not None:
             slot.checker.check_lse(lse, output.shape[0])
-            lse.fill_(-math.inf)
-        output.zero_()
+            self._device.fill(lse, -math.inf)
+        self._device.fill(output, 0.0)
 
     def _decode_by_fallback(self, spec: PlanSpec, rows: int, context_lens: Any, call: tuple[Any, ...]) -> None:
         assert self._fallback is not None
@@ -891,8 +937,8 @@ class PlanManager:
         asked = {}
         if lse is not None:
             # One that swallows it in its **keywords must not leave an earlier call's numbers behind.
-            lse[:end].fill_(math.nan)
-            lse[end:].fill_(-math.inf)
+            self._device.fill(lse[:end], math.nan)
+            self._device.fill(lse[end:], -math.inf)
             asked["lse"] = lse[:end]
         if rows:
             self._fallback(
@@ -910,12 +956,13 @@ class PlanManager:
                 **asked,
             )
         if output.shape[0] > end:
-            output[end:].zero_()
+            self._device.fill(output[end:], 0.0)
 
     def _decode_parts(self, query_length: int, parts: tuple[StepPlan, ...], call: tuple[Any, ...]) -> None:
         """Chunks of the top class, one after another through its one table set: each is refreshed as it decodes."""
         output, query, key_cache, value_cache, block_tables, *extras, lse = call
         end_row = 0
+        calls: list[tuple[StepPlan, Plan, tuple[Any, ...]]] = []
         for part in parts:
             first_row, end_row = end_row, end_row + part.rows
             first, end = first_row * query_length, end_row * query_length
@@ -926,11 +973,11 @@ class PlanManager:
             )  # fmt: skip
             item = part.item
             assert item is not None
+            self._check_call(part.slot.spec, *part_call)
+            calls.append((part, item, part_call))
+        for part, item, part_call in calls:
             with item.lock:
-                tables, scratch = self._settle(part)
-                if self._flags is not None:
-                    self._sanitize_tables(tables, part.mark, part.slot.spec, tables_of_part)
-                self._decode_segments(query_length, tables.views[part.slot.view], scratch, part_call)
+                self._decode_settled(part, part_call)
 
     def _make_resident(self, slot: Slot, plan: Plan, mark: Mark) -> Why | None:
         """Both buffers of one call are there, or why they are not; raises where falling back is not allowed.
@@ -1108,7 +1155,8 @@ class PlanManager:
 
     def _check_read(self, record: GraphRecord, read: Read, one: _Given) -> None:
         route = self._route_of(one)
-        if route != read.route:
+        # A recorded fallback reads the length buffer as it is: right for a step that could be planned by now, too.
+        if route != read.route and read.route != "fallback":
             raise self._stale_field(record, read, "route", route, read.route)
         if read.plan is None or record.num_refreshes(read):
             return

@@ -12,6 +12,7 @@ import torch
 from .device import Device, ReleaseQueue, require_device
 from .emulated_graph import EmulatedGraph, current_capture_id, record, unrecorded, watch_current_capture
 from .errors import ConfigError, MintError
+from .kernels.torch_write import overwrite
 from .spec import check_int
 
 
@@ -148,6 +149,10 @@ class CpuDevice(TorchDevice):
     def replay(self, graph: EmulatedGraph) -> None:
         """Run `graph`."""
         graph.replay()
+
+    def fill(self, tensor: torch.Tensor, value: float) -> None:
+        """Write one number into all of `tensor`."""
+        overwrite(tensor, value)
 
     def zeros_flags(self, num_words: int) -> torch.Tensor:
         """int64[num_words] zeros."""

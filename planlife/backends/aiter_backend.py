@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..aiter_library import PLAN_FIELDS, AiterLibrary, ask_count, probe, require_library
+from ..aiter_library import PLAN_FIELDS, AiterLibrary, ask_count, describe, probe, require_library
 from ..configuration import DeviceMeant
 from ..errors import BackendUnavailableError, ConfigError, RouteError
 from ..planner import default_workgroup_budget
@@ -22,8 +22,14 @@ from .aiter_limits import (
     refuse_always,
 )
 from .aiter_plan import AiterPlan, RowCountViews, scratch_bytes, table_bytes
-from .aiter_sample import SampleCall
-from .aiter_scales import cache_scales_on_device, check_softmax_scales, compiled_softmax_scale, default_softmax_scale
+from .aiter_sample import SampleCall, sink_dtypes
+from .aiter_scales import (
+    cache_scales_on_device,
+    check_cache_scales,
+    check_softmax_scales,
+    compiled_softmax_scale,
+    default_softmax_scale,
+)
 from .torch_backend import count_differences
 
 #: What aiter's host code raises, its choice of a schedule included, before it compiles or launches anything.
@@ -73,7 +79,7 @@ class AiterBackend:
         try:
             architecture = self._architecture_of(device)
         except Exception as error:  # whatever a driver raises is a reason
-            return [f"the architecture of {device.name} cannot be had ({_told(error)}); pass 'triton' or 'torch'"]
+            return [f"the architecture of {device.name} cannot be had ({describe(error)}); pass 'triton' or 'torch'"]
         if not architecture:
             way_out = "'torch'" if device.name == "cpu" else "'triton'"
             return [f"aiter's kernels are for AMD GPUs, and {device.name} is none; pass {way_out}"]
@@ -124,7 +130,7 @@ class AiterBackend:
             with suppress(_EndOfHostChecks):
                 self._call_planner(tables, ending_plan)
         except Exception as error:  # whatever a library raises is its answer
-            return asked, _told(error)
+            return asked, describe(error)
         if can_use is None:
             asked, views.plan = "pa_decode", ending_plan
         else:
@@ -139,11 +145,11 @@ class AiterBackend:
                 )
                 if is_served is True or can_use is None:
                     return asked, ""
-                says = says or ("without a reason" if is_served is False else f"it answers {_shown(is_served)}")
+                says = says or ("without a reason" if is_served is False else f"it answers {describe(is_served)}")
             except _EndOfHostChecks:
                 return asked, ""
             except Exception as error:
-                says = says or _told(error)  # the first form's: the others are rarer, and their words say that
+                says = says or describe(error)  # the first form's: the others are rarer, and their words say that
         return asked, says
 
     def refuse_step(self, spec: PlanSpec, context_lens: Any) -> Sequence[str]:
@@ -231,7 +237,7 @@ class AiterBackend:
                     plan_rows = tables.reduce_info.shape[0]
                     refusals.append(
                         f"aiter cannot compile a class of {plan_rows} rows: calls of {num_rows} rows fail "
-                        f"({_told(error)}). Give the manager backend='triton', or fallback='triton' for what aiter "
+                        f"({describe(error)}). Give the manager backend='triton', or fallback='triton' for what aiter "
                         "cannot compile."
                     )
         if not num_run:
@@ -279,6 +285,33 @@ class AiterBackend:
             plan=plan,
         )
 
+    def check_call(
+        self,
+        spec: PlanSpec,
+        output: torch.Tensor,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        softmax_scale: float,
+        key_scale: Any,
+        value_scale: Any,
+        sinks: Any,
+        lse: Any,
+    ) -> None:
+        """See `base.call_check_of`. What aiter's own host checks say of these tensors, only a call of it tells."""
+        _check_extras(sink_dtypes(spec), sinks, lse)
+        compiled_softmax_scale({scale: scale for scale in self._scales_of(spec)}, softmax_scale)
+        _check_strides(query, output)
+        check_cache_scales(key_scale, value_scale)
+        # As many rows as the first table set of the call gets: a single one is always one block.
+        num_rows = min(query.shape[0] // spec.query_length, self.max_plan_rows or MAX_PLAN_ROWS)
+        if not block_tables[:num_rows].is_contiguous():
+            raise ConfigError(
+                f"block_tables' strides are {list(block_tables.stride())}, and aiter reads only contiguous ones. Pass "
+                "the engine's whole table, or a contiguous copy."
+            )
+
     def decode(
         self,
         tables: AiterPlan,
@@ -294,20 +327,11 @@ class AiterBackend:
         sinks: Any,
         lse: Any,
     ) -> None:
-        if lse is not None:
-            raise RouteError(
-                "aiter's pa_decode gives no log-sum-exps, and this call asks for lse. Call it without, or give the "
-                "manager backend='triton'."
-            )
-        if sinks is not None and sinks.dtype not in tables.sink_dtypes:
-            compiled = " and ".join(map(str, tables.sink_dtypes))
-            raise ConfigError(
-                f"sinks' dtype is {sinks.dtype}, and aiter's reducer was compiled for {compiled}. Convert them once, "
-                "when the model is loaded."
-            )
+        if lse is not None or sinks is not None:
+            _check_extras(tables.sink_dtypes, sinks, lse)
         compiled_scale = tables.softmax_scales.get(softmax_scale)
         if compiled_scale is None:
-            compiled_scale = compiled_softmax_scale(tables, softmax_scale)
+            compiled_scale = compiled_softmax_scale(tables.softmax_scales, softmax_scale)
         length = tables.query_length
         num_query_rows = query.shape[0]
         num_rows = num_query_rows // length
@@ -408,12 +432,18 @@ def _ending_plan(plan_type: Any, plan: Any) -> Any:
     return type(plan_type.__name__, (plan_type,), {"validate": validate})(**fields)
 
 
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _shown(answer: object) -> str:
-    return repr(answer)
+def _check_extras(compiled_dtypes: Sequence[torch.dtype], sinks: torch.Tensor | None, lse: object) -> None:
+    if lse is not None:
+        raise RouteError(
+            "aiter's pa_decode gives no log-sum-exps, and this call asks for lse. Call it without, or give the manager "
+            "backend='triton'."
+        )
+    if sinks is not None and sinks.dtype not in compiled_dtypes:
+        compiled = " and ".join(map(str, compiled_dtypes))
+        raise ConfigError(
+            f"sinks' dtype is {sinks.dtype}, and aiter's reducer was compiled for {compiled}. Convert them once, when "
+            "the model is loaded."
+        )
 
 
 def _check_strides(query: torch.Tensor, output: torch.Tensor) -> None:

@@ -37,18 +37,25 @@ def check_softmax_scales(scales: Any) -> tuple[float, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def compiled_softmax_scale(tables: AiterPlan, softmax_scale: float) -> float:
-    """The scale that was compiled and is the same number to a kernel."""
-    for compiled in tuple(tables.softmax_scales.values()):
+def compiled_softmax_scale(softmax_scales: dict[float, float], softmax_scale: float) -> float:
+    """The scale that was compiled and is the same number to a kernel. softmax_scales: as of an AiterPlan."""
+    for compiled in tuple(softmax_scales.values()):
         if math.isclose(softmax_scale, compiled, rel_tol=_SAME_FLOAT32):
-            tables.softmax_scales[softmax_scale] = compiled
+            softmax_scales[softmax_scale] = compiled
             return compiled
-    compiled_ones = ", ".join(map(str, dict.fromkeys(tables.softmax_scales.values())))
+    compiled_ones = ", ".join(map(str, dict.fromkeys(softmax_scales.values())))
     raise ConfigError(
         f"softmax_scale is {softmax_scale}, and aiter's kernels have it compiled in: they were compiled for "
         f"{compiled_ones}. Pass backend=AiterBackend(softmax_scales=[...]), of planlife.backends.aiter_backend, with "
         "all that the model has."
     )
+
+
+def check_cache_scales(key_scale: Any, value_scale: Any) -> None:
+    """ConfigError for a number that float32 does not have."""
+    for what, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
+        if not (scale is None or isinstance(scale, torch.Tensor) or _LEAST_SCALE <= scale <= _MOST_SCALE):
+            raise ConfigError(f"{what} is {scale}, and aiter takes float32, in which that is not finite and > 0.")
 
 
 def cache_scales_on_device(tables: AiterPlan, key_scale: Any, value_scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,11 +64,8 @@ def cache_scales_on_device(tables: AiterPlan, key_scale: Any, value_scale: Any) 
     A number is written into the plan's own words by each call, in the order of its launches: layers may differ. What
     the words hold is not remembered: a graph may write them unseen, and who sleeps and wakes a GPU loses them.
     """
+    check_cache_scales(key_scale, value_scale)
     is_key_tensor, is_value_tensor = isinstance(key_scale, torch.Tensor), isinstance(value_scale, torch.Tensor)
-    if not (is_key_tensor or _LEAST_SCALE <= key_scale <= _MOST_SCALE):
-        raise _beyond_float32("key_scale", key_scale)
-    if not (is_value_tensor or _LEAST_SCALE <= value_scale <= _MOST_SCALE):
-        raise _beyond_float32("value_scale", value_scale)
     if not (is_key_tensor or is_value_tensor) and key_scale == value_scale:
         word = tables.key_word.fill_(float(key_scale))  # one launch is enough
         return word, word
@@ -69,7 +73,3 @@ def cache_scales_on_device(tables: AiterPlan, key_scale: Any, value_scale: Any) 
         key_scale if is_key_tensor else tables.key_word.fill_(float(key_scale)),
         value_scale if is_value_tensor else tables.value_word.fill_(float(value_scale)),
     )
-
-
-def _beyond_float32(what: str, scale: Any) -> ConfigError:
-    return ConfigError(f"{what} is {scale}, and aiter takes float32, in which that is not finite and > 0.")

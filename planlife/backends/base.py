@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from ..device import require_members
@@ -107,6 +107,20 @@ class Backend(Protocol):
         behind them: from 0), unless `refresh` emptied them on purpose (None); add to flags[FLAG_CLAMPED] the number of
         lengths above `max_tokens`: what a row of this decode can have, by max_context_tokens and its block tables."""
         ...
+
+
+def call_check_of(backend: Backend) -> Callable[..., None]:
+    """A backend's `check_call(spec, output, ..., sinks, lse)`, with the arguments of `decode`; optional.
+
+    It raises what `decode` would, as far as spec and arguments tell: the manager asks before it refreshes, brings back
+    or pins anything for a call. `decode` itself raises a PlanlifeError only before it launches anything.
+    """
+    check: Callable[..., None] = getattr(backend, "check_call", _refuse_nothing)
+    return check
+
+
+def _refuse_nothing(spec: PlanSpec, *call: Any) -> None:
+    """For backends whose `decode` takes all that the manager's own checks let pass."""
 
 
 def require_backend(backend: object) -> Backend:

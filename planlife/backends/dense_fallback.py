@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..kernels.torch_write import overwrite
 from ..spec import PlanSpec
 from .base import Backend
 
@@ -77,9 +78,9 @@ class DenseFallback:
                 sinks,
                 None if lse is None else lse[query_rows],
             )
-        output[num_rows * length :].zero_()
+        overwrite(output[num_rows * length :], 0.0)
         if lse is not None:
-            lse[num_rows * length :].fill_(-torch.inf)
+            overwrite(lse[num_rows * length :], -torch.inf)
 
 
 def _one_task_each(spec: PlanSpec) -> PlanSpec:

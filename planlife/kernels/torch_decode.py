@@ -13,6 +13,7 @@ import torch
 
 from ..planner import TILE_TOKENS, planned_window
 from ..spec import PlanSpec
+from .torch_write import overwrite
 
 #: Most bytes of gathered K and V and of their scores that exist at a time (one tile of one row at the least).
 _CHUNK_BYTES = 32 << 20
@@ -132,9 +133,9 @@ def decode_into(
     length, heads, group = spec.query_length, spec.num_kv_heads, spec.group_size
     # Rows beyond the tables' have no page to read, so they cannot have tasks either.
     rows = min(query.shape[0] // length, reduce_info.shape[0], block_tables.shape[0])
-    output[rows * length :].zero_()
+    overwrite(output[rows * length :], 0.0)
     if lse is not None:
-        lse[rows * length :].fill_(-torch.inf)
+        overwrite(lse[rows * length :], -torch.inf)
     if not rows:
         return
     plan = _ReadPlan(work_info, reduce_info)
@@ -150,11 +151,11 @@ def decode_into(
         sinks = sinks.float().view(heads, group).repeat(1, length)
     merged, row_max, sums = plan.reduce(partials, rows, sinks)
     merged = merged.view(heads, rows, length, group, spec.head_dim).permute(1, 2, 0, 3, 4)
-    output[: rows * length].copy_(merged.reshape(rows * length, spec.num_q_heads, spec.head_dim))
+    overwrite(output[: rows * length], merged.reshape(rows * length, spec.num_q_heads, spec.head_dim))
     if lse is not None:
         by_head = torch.where(row_max == -torch.inf, -torch.inf, row_max + sums.log())
         by_token = by_head.view(heads, rows, length, group).permute(1, 2, 0, 3)
-        lse[: rows * length].copy_(by_token.reshape(rows * length, spec.num_q_heads))
+        overwrite(lse[: rows * length], by_token.reshape(rows * length, spec.num_q_heads))
 
 
 class _ReadPlan:

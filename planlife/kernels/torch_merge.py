@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .torch_decode import TINY
+from .torch_write import overwrite
 
 
 @torch.no_grad()
@@ -27,8 +28,8 @@ def merge_partials(
     total = weight + other_weight
     merged = _share(output, lse, weight / total) + _share(other_output, other_lse, other_weight / total)
     merged_lse = torch.where(is_empty, -torch.inf, larger + total.log())
-    out = merged.to(output.dtype) if out is None else out.copy_(merged)
-    return out, merged_lse if out_lse is None else out_lse.copy_(merged_lse)
+    out = merged.to(output.dtype) if out is None else overwrite(out, merged)
+    return out, merged_lse if out_lse is None else overwrite(out_lse, merged_lse)
 
 
 def _share(output: torch.Tensor, lse: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -431,6 +431,9 @@ class FakeDevice:
         kernel(*operands)
         self.executed.append(getattr(kernel, "func", kernel).__name__.strip("_"))
 
+    def fill(self, tensor: FakeTensor, value: float) -> None:
+        tensor.fill_(value)
+
     def zeros_flags(self, num_words: int) -> FakeTensor:
         return FakeTensor(num_words, "int64", self.name)
 
@@ -466,7 +469,7 @@ class FakeBackend:
 
     spec_reasons, step_reasons: what refuse_spec and refuse_step answer. default_budget: what default_workgroup_budget
     answers, None = 2 x compute units. calls: how often each method was called.
-    compiled: (spec, plan_rows) of every compile.
+    compiled: (spec, plan_rows) of every compile. call_reasons: what check_call raises.
     """
 
     name = "fake"
@@ -477,11 +480,13 @@ class FakeBackend:
         *,
         spec_reasons: Sequence[str] = (),
         step_reasons: Sequence[str] = (),
+        call_reasons: Sequence[str] = (),
         default_budget: Callable[[PlanSpec, Any], int] | None = None,
     ) -> None:
         self.max_plan_rows = max_plan_rows
         self.spec_reasons = list(spec_reasons)
         self.step_reasons = list(step_reasons)
+        self.call_reasons = list(call_reasons)
         self.default_budget = default_budget
         self.calls: Counter[str] = Counter()
         self.compiled: list[tuple[PlanSpec, int]] = []
@@ -507,6 +512,11 @@ class FakeBackend:
     def refuse_step(self, spec: PlanSpec, context_lens: Any) -> Sequence[str]:
         self._count("refuse_step")
         return self.step_reasons
+
+    def check_call(self, spec: PlanSpec, *call: Any) -> None:
+        self._count("check_call")
+        if self.call_reasons:
+            raise ConfigError("; ".join(self.call_reasons))
 
     def default_workgroup_budget(self, spec: PlanSpec, device: Any) -> int:
         self._count("default_workgroup_budget")

@@ -290,7 +290,7 @@ def test_a_call_that_fails_changes_nothing_and_the_next_one_works(make_scene: Ca
                 assert {**after, "counters": 0} == {**expected, "counters": 0}
             if make_scene is not decode_in_parts:  # its parts before the one that failed did refresh
                 assert after["counters"]["refreshes"] == before["counters"]["refreshes"]
-        elif failed in ("decode", "sanitize"):
+        elif failed in ("check_call", "decode", "sanitize"):
             # Planning was done and stands; the decode is what failed.
             assert after["pinned_bytes"] == before["pinned_bytes"]
         else:
