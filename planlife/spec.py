@@ -18,7 +18,7 @@ SCALE_KINDS = ("none", "per_tensor", "per_token")
 INT32_MAX = 2**31 - 1
 #: The default budget is 2 tasks for each.
 MAX_COMPUTE_UNITS = INT32_MAX // 2
-#: Bytes are counted in int64 where memory is asked for.
+#: Bytes are int64 where memory is asked for, and so is a window for aiter, which takes wider ones than any length.
 INT64_MAX = 2**63 - 1
 
 
@@ -50,7 +50,7 @@ class PlanSpec:
     scales: "none" for 16- and 32-bit caches; "per_tensor" or "per_token" for FP8 caches.
     query_length: query tokens per row (MTP verify: draft tokens + 1). Token p of Q sees keys
         [max(0, L-Q+1+p-W), max(0, L-Q+1+p)), L the row's length, W the window.
-    sliding_window: keys a query token sees, itself included; 0 = all. No longer than a length can be, 2**31 - 1.
+    sliding_window: keys a query token sees, itself included; 0 = all. At most 2**63 - 1.
     max_partitions: most tasks per row, at most the device's compute units; None = all of them (R39).
     workgroup_budget: tasks to plan for over all KV heads; None = the backend's default, 2 x compute units unless it
         knows better for this site (R38). `report().sites` shows the numbers in use.
@@ -107,7 +107,7 @@ class PlanSpec:
         object.__setattr__(self, "kv_dtype", dtype_name(self.kv_dtype))
         for name in ("num_q_heads", "num_kv_heads", "head_dim", "page_size", "query_length"):
             check_int(name, getattr(self, name), at_least=1, at_most=INT32_MAX)
-        check_int("sliding_window", self.sliding_window, at_least=0, at_most=INT32_MAX, way_out=" 0 sees all keys.")
+        check_int("sliding_window", self.sliding_window, at_least=0, at_most=INT64_MAX, way_out=" 0 sees all keys.")
         for name in ("max_partitions", "workgroup_budget"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), at_least=1, at_most=INT32_MAX, way_out=" None takes the default.")

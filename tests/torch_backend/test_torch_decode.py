@@ -127,7 +127,7 @@ def test_every_group_size_equals_the_reference(group, num_kv_heads):
 
 
 @pytest.mark.parametrize("query_length", [1, 2, 4, 5, 6])
-@pytest.mark.parametrize("window", [0, 1, 255, 256, 257, 5000, 2**31 - 1])
+@pytest.mark.parametrize("window", [0, 1, 255, 256, 257, 5000, 2**63 - 1])
 def test_every_window_and_query_length_equals_the_reference(window, query_length):
     call = Call(make_spec(2, 1, query_length=query_length, sliding_window=window), (3, 0, 256, 520, 777))
     call.assert_matches(call.decode())

@@ -37,7 +37,7 @@ def random_cases(seed: int, count: int, max_rows: int) -> Iterator[Case]:
             max_context_tokens=rng.choice([2**31 - 1, max(longest // 2, 6)]),
             max_partitions=rng.choice([None, 1, rng.randint(1, num_cu)]),
             workgroup_budget=rng.choice([None, rng.randint(1, 400), rng.randint(1, 40_000)]),
-            sliding_window=rng.choice([0, 0, 1, 255, 256, 257, 9000, 2**31 - 2, 2**31 - 1]),
+            sliding_window=rng.choice([0, 0, 1, 255, 256, 257, 9000, 2**31 - 1, 2**40, 2**63 - 1]),
             query_length=rng.randint(1, 6),
         )
         empty = rng.choice([0.0, 0.5, 0.95])
