@@ -1155,8 +1155,7 @@ class PlanManager:
 
     def _check_read(self, record: GraphRecord, read: Read, one: _Given) -> None:
         route = self._route_of(one)
-        # A recorded fallback reads the length buffer as it is: right for a step that could be planned by now, too.
-        if route != read.route and read.route != "fallback":
+        if route != read.route:
             raise self._stale_field(record, read, "route", route, read.route)
         if read.plan is None or record.num_refreshes(read):
             return

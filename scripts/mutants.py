@@ -62,8 +62,8 @@ GUARDS = (
     Guard(
         "the pin",
         "planlife/graph_book.py",
-        "        for item in (plan, arena):\n            if item not in record.pinned:\n",
-        "        for item in ():\n            if item not in record.pinned:\n",
+        "        new: list[Item] = [item for item in (plan, arena) if item not in record.pinned]\n",
+        "        new: list[Item] = []\n",
         f"{LIFECYCLE}::test_three_graphs_of_one_lane_replay_right_while_everything_else_is_evicted",
         "lifecycle/test_memory_and_values.py"
         "::test_three_graphs_of_one_lane_replay_right_while_everything_else_is_evicted",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..aiter_library import PLAN_FIELDS, AiterLibrary, ask_count, describe, probe, require_library
+from ..aiter_library import PLAN_FIELDS, AiterLibrary, architecture_name, ask_count, describe, probe, require_library
 from ..configuration import DeviceMeant
 from ..errors import BackendUnavailableError, ConfigError, RouteError
 from ..planner import default_workgroup_budget
@@ -40,7 +40,7 @@ def architecture_of(device: Any) -> str:
     """ "gfx942", ... of an AMD GPU, "" for every other device. device: a planlife Device."""
     if torch.version.hip is None or not device.name.startswith("cuda"):
         return ""
-    return str(torch.cuda.get_device_properties(device.name).gcnArchName).partition(":")[0]
+    return architecture_name(torch.cuda.get_device_properties(device.name).gcnArchName)
 
 
 class AiterBackend:
@@ -77,7 +77,7 @@ class AiterBackend:
 
     def refuse_spec(self, spec: PlanSpec, device: Any) -> Sequence[str]:
         try:
-            architecture = self._architecture_of(device)
+            architecture = architecture_name(self._architecture_of(device) or "")
         except Exception as error:  # whatever a driver raises is a reason
             return [f"the architecture of {device.name} cannot be had ({describe(error)}); pass 'triton' or 'torch'"]
         if not architecture:

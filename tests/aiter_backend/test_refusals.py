@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from planlife import BackendUnavailableError, CapacityLadder, ConfigError, PlanManager, PlanSpec, Step
-from planlife.aiter_library import architecture_name
+from planlife.aiter_library import architecture_name, describe
 from planlife.backends.aiter_backend import AiterBackend, architecture_of
 from planlife.configuration import DeviceMeant
 from planlife.testing.aiter_machine import aiter_machine
@@ -221,7 +221,7 @@ def test_a_predicate_that_raises_is_a_reason_and_not_an_exception():
 def test_only_true_is_a_yes_of_a_predicate_and_any_other_answer_is_told(answer):
     other, _ = asking(answer)
     (reason,) = refuse_by(can_use_flydsl_pa_decode=other)
-    assert f"refuses calls of this site on gfx942 (it answers {answer!r})" in reason
+    assert f"refuses calls of this site on gfx942 (it answers {describe(answer)})" in reason
 
 
 def test_a_library_without_a_predicate_is_asked_by_its_own_host_checks_which_launch_and_compile_nothing():
