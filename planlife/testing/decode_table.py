@@ -218,16 +218,20 @@ def row_errors(output: torch.Tensor, expected: torch.Tensor, query_length: int =
 def make_scale(
     form: str, owned: torch.Tensor, num_kv_heads: int, generator: torch.Generator | None = None
 ) -> torch.Tensor | float | None:
-    """A scale in a form of SCALE_FORMS, NaN for tokens that `owned` bool[pages, page] leaves out; None without."""
+    """A scale in a form of SCALE_FORMS, NaN for tokens that `owned` bool[pages, page] leaves out; None without.
+
+    It is on the generator's device; without one, where `owned` is.
+    """
     if form == "none":
         return None
-    one = torch.rand(1, generator=generator, device="cpu") + 0.25
+    device = owned.device if generator is None else generator.device
+    one = torch.rand(1, generator=generator, device=device) + 0.25
     if form == "host number":
         return one.item()
     if SCALE_FORMS[form] == "per_tensor":
         return one if form == "device [1]" else one[0]
-    per_token = torch.rand(owned.shape[0], num_kv_heads, owned.shape[1], generator=generator, device="cpu") + 0.25
-    per_token.masked_fill_(~owned[:, None], torch.nan)
+    per_token = torch.rand(owned.shape[0], num_kv_heads, owned.shape[1], generator=generator, device=device) + 0.25
+    per_token.masked_fill_(~owned[:, None].to(device), torch.nan)
     return per_token[..., None] if form == "per token, 4-D" else per_token
 
 

@@ -384,3 +384,10 @@ def test_an_fp8_cache_without_its_scale_is_refused_before_anything_changes(serve
         serve(call, **{**call.extras(), missing: None})
     assert call.output.isnan().all()
     assert (call.scratch == 0xFF).all()
+
+
+@pytest.mark.parametrize("form", [form for form in SCALE_FORMS if form not in ("none", "host number")])
+def test_a_scale_is_where_its_generator_is_and_without_one_where_its_pages_are(form):
+    owned = torch.ones(2, 16, dtype=torch.bool, device="meta")
+    assert make_scale(form, owned, 1).device.type == "meta"
+    assert make_scale(form, torch.ones(2, 16, dtype=torch.bool), 1, torch.Generator()).device.type == "cpu"
