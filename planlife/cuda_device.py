@@ -16,7 +16,6 @@ import torch
 
 from .cuda_runtime import Runtime, Word, load_runtime, new_word, use_again
 from .errors import BackendUnavailableError, ConfigError, MintError, RouteError
-from .kernels.torch_write import overwrite
 from .torch_device import TorchDevice
 
 _FAILED_CAPTURE_WAIT_S = 1.0
@@ -324,10 +323,6 @@ class CudaDevice(TorchDevice):
     def replay(self, graph: torch.cuda.CUDAGraph) -> None:
         """Launch `graph` on the current stream."""
         graph.replay()
-
-    def fill(self, tensor: torch.Tensor, value: float) -> None:
-        """Write one number into all of `tensor`."""
-        overwrite(tensor, value)
 
     def zeros_flags(self, num_words: int) -> torch.Tensor:
         """int64[num_words] zeros. Raises MintError while this thread's stream records."""

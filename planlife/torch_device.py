@@ -16,6 +16,16 @@ from .kernels.torch_write import overwrite
 from .spec import check_int
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator of torch's had none left.
+
+    The CPU's raises a bare RuntimeError; one that is put in its place may raise torch's own class.
+    """
+    return isinstance(error, torch.cuda.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
+
+
 class TorchDevice:
     """What is the same on every device of torch. name: as torch writes it."""
 
@@ -29,6 +39,10 @@ class TorchDevice:
         if not isinstance(dtype, torch.dtype):
             raise ConfigError(f"dtype {name!r} is not one of torch's.")
         return dtype
+
+    def fill(self, tensor: torch.Tensor, value: float) -> None:
+        """Write one number into all of `tensor`. Capture: yes. Syncs: no. Allocates: no."""
+        overwrite(tensor, value)
 
     def inspect_lens(self, context_lens: Any) -> tuple[int, int, int | None]:
         """(rows, address, version) of int32[rows]; version None for an inference tensor.
@@ -95,8 +109,7 @@ class CpuDevice(TorchDevice):
             with torch.inference_mode(False):
                 return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:
-            # The CPU's allocator raises a bare RuntimeError; one that is put in its place may raise torch's own class.
-            if not isinstance(error, torch.cuda.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+            if not is_out_of_memory(error):
                 raise
             raise MemoryError(
                 f"the CPU allocator has no {num_bytes} bytes. Lower budget_bytes or the ladder's top class."
@@ -149,10 +162,6 @@ class CpuDevice(TorchDevice):
     def replay(self, graph: EmulatedGraph) -> None:
         """Run `graph`."""
         graph.replay()
-
-    def fill(self, tensor: torch.Tensor, value: float) -> None:
-        """Write one number into all of `tensor`."""
-        overwrite(tensor, value)
 
     def zeros_flags(self, num_words: int) -> torch.Tensor:
         """int64[num_words] zeros."""

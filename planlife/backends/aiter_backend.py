@@ -11,8 +11,10 @@ import torch
 from ..aiter_library import PLAN_FIELDS, AiterLibrary, architecture_name, ask_count, describe, probe, require_library
 from ..configuration import DeviceMeant
 from ..errors import BackendUnavailableError, ConfigError, RouteError
+from ..kernels.torch_write import overwrite
 from ..planner import default_workgroup_budget
 from ..spec import PlanSpec, check_int
+from ..torch_device import is_out_of_memory
 from .aiter_limits import (
     FP8_OF_ARCHITECTURE,
     MAX_PLAN_ROWS,
@@ -195,10 +197,8 @@ class AiterBackend:
         check_reducer(spec, plan_rows)
         try:
             self._run_class(spec, plan_rows, device, least_rows)
-        except torch.cuda.OutOfMemoryError as error:
-            raise MemoryError(str(error)) from error
         except RuntimeError as error:
-            if "DefaultCPUAllocator" not in str(error):  # a bare RuntimeError is all that it has
+            if not is_out_of_memory(error):
                 raise
             raise MemoryError(str(error)) from error
         return 1  # per class, as on every backend
@@ -229,11 +229,11 @@ class AiterBackend:
                 try:
                     self.decode(tables, scratch, *sample.call(num_rows, caches), *scales, sinks, None)
                     num_run += 1
-                except (MemoryError, torch.cuda.OutOfMemoryError):
-                    raise
                 except ConfigError as error:
                     refusals.append(str(error))
                 except Exception as error:  # of what it compiles, which its host checks say nothing of
+                    if isinstance(error, MemoryError) or is_out_of_memory(error):
+                        raise
                     plan_rows = tables.reduce_info.shape[0]
                     refusals.append(
                         f"aiter cannot compile a class of {plan_rows} rows: calls of {num_rows} rows fail "
@@ -339,7 +339,7 @@ class AiterBackend:
         if num_table_rows != num_rows:
             num_rows = min(num_rows, num_table_rows)
             if not num_rows:  # a segment behind the last row that has tables
-                _zero(output)
+                overwrite(output, 0.0)
                 return
             block_tables = block_tables[:num_rows]
         views = tables.last_views
@@ -365,18 +365,12 @@ class AiterBackend:
                 "the manager backend='triton'."
             ) from error
         if behind is not None:
-            _zero(behind)
+            overwrite(behind, 0.0)
 
     def sanitize(
         self, tables: AiterPlan, context_lens: torch.Tensor, num_rows: int, flags: torch.Tensor, max_tokens: int
     ) -> None:
         count_differences(tables, context_lens, num_rows, flags, max_tokens, tables.emptied[0] == 0)
-
-
-def _zero(output: torch.Tensor) -> None:
-    """Whatever mode it was made in: to aiter's kernels, which write the rest of it, that is all one."""
-    with torch.inference_mode():
-        output.zero_()
 
 
 def _architecture_by_torch(device: Any) -> str:

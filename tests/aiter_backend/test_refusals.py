@@ -217,6 +217,20 @@ def test_a_predicate_that_raises_is_a_reason_and_not_an_exception():
     assert "can_use_flydsl_pa_decode refuses calls of this site on gfx942 (ZeroDivisionError: " in reason
 
 
+@pytest.mark.parametrize("ends", ["raises", "answers"])
+def test_of_the_forms_that_v_may_have_the_first_ones_words_are_told(ends):
+    """The others are rarer, and a library says of them that they are another form."""
+
+    def of_call(call):
+        if ends == "raises":
+            raise NotImplementedError("no such pages" if call["value_cache"].dim() == 5 else "V must be 5-D")
+        return "no such pages" if call["value_cache"].dim() == 5 else "V must be 5-D"
+
+    fails, asked = asking(of_call)
+    (reason,) = refuse_by(can_use_flydsl_pa_decode=fails)
+    assert len(asked) == 2 and "no such pages" in reason and "5-D" not in reason
+
+
 @pytest.mark.parametrize("answer", [None, 1, (False, "no BF16"), (True, ""), "no", np.array([1, 2])], ids=repr)
 def test_only_true_is_a_yes_of_a_predicate_and_any_other_answer_is_told(answer):
     other, _ = asking(answer)

@@ -55,6 +55,24 @@ def test_a_buffer_allocated_in_inference_mode_can_be_written_outside_it(device: 
     assert not buffer.is_inference()
 
 
+@pytest.mark.parametrize("made", ["in inference mode", "outside of it", "requiring grad"])
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_fill_writes_a_tensor_of_any_mode_and_is_recorded(device: Any, made: str, is_recorded: bool) -> None:
+    with torch.inference_mode(made == "in inference mode"):
+        tensor = torch.full((5,), 7.0, device=device.name)
+    if made == "requiring grad":
+        tensor.requires_grad_()
+    if is_recorded:
+        graph = device.new_graph()
+        with device.record(graph):
+            device.fill(tensor[2:], 0.0)
+        assert tensor.tolist() == [7.0] * 5
+        device.replay(graph)
+    else:
+        device.fill(tensor[2:], 0.0)
+    assert tensor.tolist() == [7.0, 7.0, 0.0, 0.0, 0.0]
+
+
 def test_allocate_is_refused_while_recording_and_the_capture_survives(device: Any) -> None:
     graph, x = device.new_graph(), torch.zeros(1, device=device.name)
     with device.record(graph):

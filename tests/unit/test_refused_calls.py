@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 
-from planlife import CapacityLadder, ConfigError, MintError
-from planlife.testing import FakeBackend
+from planlife import BudgetError, CapacityLadder, ConfigError, MintError, StalePlanError
+from planlife.testing import FakeBackend, FakeDevice
 from tests.unit.fake_world import FakeWorld, spec
 
 SITES = {"a": spec(), "b": spec(lane="other")}
@@ -128,6 +130,55 @@ def test_a_decode_that_failed_half_way_stays_read_by_its_graph() -> None:
             world.manager.pa_decode(plan, **kept)
     assert world.states()["default/2/ub0"] == "pinned"
     world.manager.replay(g, step)
+
+
+def test_a_decode_that_failed_otherwise_may_have_recorded_something_and_stays_read_by_its_graph() -> None:
+    world = FakeWorld()
+    world.warm()
+    step = world.step([3, 4])
+    plan, kept = world.manager.plan_for(step), world.call(2)
+    with world.manager.graph() as g:
+        world.backend.inject(method="decode", error=OSError("a launch"))
+        with pytest.raises(OSError, match="a launch"):
+            world.manager.pa_decode(plan, **kept)
+    assert world.states()["default/2/ub0"] == "pinned"
+    with pytest.raises(StalePlanError, match="was given no step for it"):
+        world.manager.guard(g)
+    world.manager.guard(g, step)
+
+
+def test_the_graph_of_a_refused_call_is_none_that_pins_and_keeps_no_buffer() -> None:
+    ladder = CapacityLadder([2])
+    buffers: list[weakref.ref[Any]] = []
+    device = FakeDevice()
+    allocate = device.allocate
+
+    def watched(num_bytes: int) -> Any:
+        buffer = allocate(num_bytes)
+        buffers.append(weakref.ref(buffer))
+        return buffer
+
+    device.allocate = watched  # type: ignore[method-assign]
+    budget_bytes = FakeWorld(sites=SITES, rows=2, ladder=ladder).manager.min_budget_bytes()
+    world = FakeWorld(sites=SITES, rows=2, ladder=ladder, device=device, budget_bytes=budget_bytes)
+    world.warm()
+    with world.manager.capture_phase():
+        plan = world.manager.plan_for(world.step([3, 4], site="a"))
+    refuse_by_decode(world.backend)  # behind the pin, and not before it as by its check
+    with world.manager.graph() as g, pytest.raises(ConfigError, match="another scale"):
+        world.decode(plan)
+    world.manager.trim(0)
+    gc.collect()
+    assert [one for one in buffers if one() is not None] == []
+
+    with world.manager.capture_phase():
+        kept, layer = world.manager.plan_for(world.step([3, 4], site="a")), world.call(2, "a")
+        with world.manager.graph() as other:
+            world.manager.pa_decode(kept, **layer)
+        with pytest.raises(BudgetError, match=r"pinned by 1 graph\."):
+            world.manager.plan_for(world.step([3, 4], site="b"))
+    world.manager.release(g)
+    world.manager.release(other)
 
 
 def test_a_fallback_that_refuses_is_not_read_by_the_graph() -> None:
