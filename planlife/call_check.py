@@ -61,7 +61,8 @@ class CallChecker:
         self._caches: dict[int, tuple[_Ref, _Ref, _Ref, _Ref]] = {}
         self._cache_attributes: object = None  # of the last pair that passed in full
         self._scale_attributes: object = None  # the same of scales, which a cache's pages belong to
-        self._tables: tuple[_Ref, int] = (_nothing, 0)
+        #: The last block tables that passed, their rows, and what they have columns for.
+        self._tables: tuple[_Ref, int, int] = (_nothing, 0, 0)
         #: The last query and output that passed in full, their rows, shape and device.
         self._queries: tuple[_Ref, _Ref, int, object, object] = (_nothing, _nothing, -1, None, None)
         self._scale: float | None = None
@@ -80,6 +81,8 @@ class CallChecker:
         value_scale: Any,
         sinks: Any,
         lse: Any,
+        *,
+        max_tokens: int | None = None,
     ) -> None:
         """Refuse a call that the kernels cannot take as it is.
 
@@ -90,6 +93,7 @@ class CallChecker:
         block_tables: int32[>= plan_rows, >= 1].
         softmax_scale, and host numbers as scales: finite and > 0. Scales on the device are not read.
         lse: None, or float32[R * query_length, q_heads], contiguous.
+        max_tokens: the step's longest length, which the block tables must have columns for; None: not known.
 
         Raises ConfigError. Capture: yes. Syncs: no. Allocates: no.
         """
@@ -115,9 +119,14 @@ class CallChecker:
         caches = self._caches.get(id(key_cache))
         if caches is None or caches[0]() is not key_cache or caches[1]() is not value_cache or value_cache is None:
             caches = self._remember_caches(key_cache, value_cache)
-        tables_ref, table_rows = self._tables
-        if tables_ref() is not block_tables or block_tables is None or table_rows < plan_rows:
-            self._check_tables(plan_rows, block_tables)
+        tables_ref, table_rows, table_tokens = self._tables
+        if (
+            tables_ref() is not block_tables
+            or block_tables is None
+            or table_rows < plan_rows
+            or (max_tokens is not None and table_tokens < max_tokens)
+        ):
+            self._check_tables(plan_rows, block_tables, max_tokens)
         # The type comes first: comparing a device tensor would read it back.
         if type(softmax_scale) is not float or softmax_scale != self._scale:
             self._check_softmax_scale(softmax_scale)
@@ -231,14 +240,21 @@ class CallChecker:
             at_most = "at most " if may_be_fewer else ""
             raise self._refuse("value_cache's page count", num_value_pages, f"{at_most}key_cache's, {num_pages}")
 
-    def _check_tables(self, plan_rows: int, block_tables: Any) -> None:
+    def _check_tables(self, plan_rows: int, block_tables: Any, max_tokens: int | None) -> None:
         self._check_placed("block_tables", block_tables, "int32")
         shape = tuple(block_tables.shape)
         if len(shape) != 2 or shape[0] < plan_rows or shape[1] < 1:
             raise self._refuse(
                 "block_tables' shape", list(shape), f"[at least the plan's {plan_rows} rows, at least 1 page]"
             )
-        self._tables = (weakref.ref(block_tables), shape[0])
+        table_tokens = shape[1] * self.spec.page_size
+        if max_tokens is not None and max_tokens > table_tokens:
+            raise self._refuse(
+                "block_tables' columns",
+                f"{shape[1]} pages of {self.spec.page_size} tokens, {table_tokens:,} in all",
+                f"as many as the step's max_tokens, {max_tokens:,}, takes",
+            )
+        self._tables = (weakref.ref(block_tables), shape[0], table_tokens)
 
     def _check_softmax_scale(self, softmax_scale: Any) -> None:
         self._check_number("softmax_scale", softmax_scale)

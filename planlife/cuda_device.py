@@ -310,6 +310,11 @@ class CudaDevice(TorchDevice):
             return 0
         return None
 
+    def may_be_last_capture(self, capture_id: int) -> bool:
+        """As far as capture ids tell, which count up in the process."""
+        with torch.cuda.device(self._index):
+            return self._runtime.may_be_last_capture(capture_id, _fence_stream_of(self._index).cuda_stream)
+
     def reset(self, graph: torch.cuda.CUDAGraph) -> None:
         """Empty `graph`."""
         with self._runtime.relaxed():
@@ -369,6 +374,11 @@ def _post(*words: Word) -> None:
 @lru_cache(maxsize=1)
 def _allocator() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="planlife-allocator")
+
+
+@cache
+def _fence_stream_of(index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
 
 
 @cache

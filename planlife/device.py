@@ -114,7 +114,15 @@ class Device(Protocol):
         ...
 
     def capture_of(self, graph: Graph) -> int | None:
-        """Id of the capture that `graph` holds, 0 if it holds none; None where the graph object does not tell."""
+        """Id of the finished capture that `graph` holds, 0 if it holds none; None where the graph object does not tell.
+
+        While it is recorded into: the id of that capture, or 0.
+        """
+        ...
+
+    def may_be_last_capture(self, capture_id: int) -> bool:
+        """Whether no other capture of this process need have begun after that one, which has ended; True where nothing
+        tells."""
         ...
 
     def reset(self, graph: Graph) -> None:

@@ -53,7 +53,7 @@ _HOST_READS: dict[Any, str] = {
     )
 }
 
-_capture_ids = itertools.count(1)
+_last_capture_id = 0
 _num_recording = 0
 _num_recording_lock = threading.Lock()
 
@@ -72,6 +72,11 @@ def current_capture_id() -> int:
     if not _num_recording:
         return 0
     return _thread.capture_id
+
+
+def last_capture_id() -> int:
+    """Id of the process's last capture, 0 before the first. Ids count up."""
+    return _last_capture_id
 
 
 def watch_current_capture(callback: Callable[[], object]) -> None:
@@ -156,6 +161,11 @@ class EmulatedGraph:
         return self._capture_id
 
     @property
+    def holds_capture(self) -> bool:
+        """Whether a capture into it has ended well."""
+        return self._program is not None
+
+    @property
     def num_ops(self) -> int:
         """Kernels that one replay runs."""
         return 0 if self._program is None else len(self._program.ops)
@@ -166,7 +176,7 @@ class EmulatedGraph:
 
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
         """Start to record this thread's ops. Raises RuntimeError, see `record`."""
-        global _num_recording
+        global _last_capture_id, _num_recording
         if capture_error_mode not in _CAPTURE_ERROR_MODES:
             raise RuntimeError(
                 f"capture_error_mode must be one of {', '.join(_CAPTURE_ERROR_MODES)}, got {capture_error_mode!r}."
@@ -180,7 +190,8 @@ class EmulatedGraph:
                 f"this graph already owns capture {self._capture_id}. Call reset() on it, or use a new graph."
             )
         recorder = _Recorder()
-        self._capture_id = next(_capture_ids)
+        with _num_recording_lock:
+            self._capture_id = _last_capture_id = _last_capture_id + 1
         # The finaliser holds the list of callbacks and not the graph, or the graph could never be collected.
         self._fire = weakref.finalize(self, _fire_all, recorder.callbacks)
         self._recorder = recorder

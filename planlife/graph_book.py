@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import Any
 
@@ -21,8 +20,7 @@ _UNREAD = "its layers take another kernel or plan. Pass the StepPlan that was ma
 class GraphBook:
     """Owns: the records of all recorded graphs, and through them every pin. References no graph.
 
-    The caller holds the manager's lock around `pin`, `unpin`, `note_*`, `bind`, `unbind`, `release`, `release_gone` and
-    `record_for`.
+    The caller holds the manager's lock around every method but `of` and `eager_read_of`.
     """
 
     def __init__(
@@ -36,7 +34,8 @@ class GraphBook:
         self._always_read = always_read
         self._by_capture: dict[int, GraphRecord] = {}
         self._by_graph: weakref.WeakKeyDictionary[Graph, GraphRecord] = weakref.WeakKeyDictionary()
-        self._this_thread = threading.local()
+        #: Of captures that were adopted and have touched nothing so far; each lives as long as its graph object.
+        self._adopted: weakref.WeakValueDictionary[int, GraphRecord] = weakref.WeakValueDictionary()
         self.gone = device.release_queue()  #: capture ids of graphs that are gone, for `release_gone`
 
     def __len__(self) -> int:
@@ -54,61 +53,107 @@ class GraphBook:
             pass
         raise ConfigError(f"a graph object is needed, got {g!r}.")
 
-    def bind(self, g: Graph, record: GraphRecord) -> None:
-        """From now on `g` stands for this capture, which has ended; what it refreshes for no decode is reported."""
-        if self._by_graph.get(g) is not record:
-            for read in record.reads.values():
-                if read.refreshes and not read.is_decoded:
-                    self._counters.stale_detected += 1
-                    reason = f"{record} refreshes it and no decode in the graph reads it: {_UNREAD}"
-                    self._announcer.note("stale", read, reason)
-                    logger.warning("%s: %s", str(read), reason)  # a log record must not hold a plan
-        record.bind(g)
-        self._by_graph[g] = record
+    def end_recording(self, g: Graph) -> None:
+        """The capture that `g` was bound to has ended."""
+        self.report_unread(self._by_graph[g])
+
+    def report_unread(self, record: GraphRecord) -> None:
+        """Tell once what the graph of a capture that has ended refreshes for no decode."""
+        if record.is_reported:
+            return
+        record.is_reported = True
+        for read in record.reads.values():
+            if read.refreshes and not read.is_decoded:
+                self._counters.stale_detected += 1
+                reason = f"{record} refreshes it and no decode in the graph reads it: {_UNREAD}"
+                self._announcer.note("stale", read, reason)
+                logger.warning("%s: %s", str(read), reason)  # a log record must not hold a plan
 
     def unbind(self, g: Graph) -> None:
         """`g` was emptied and stands for no capture; the pins of the one it held go when the device is done."""
         self._by_graph.pop(g, None)
 
-    def adopted(self, g: Graph) -> GraphRecord:
-        """The record of the finished capture that `g` holds; empty if that capture touched no plan.
+    def of_plan(self, plan: StepPlan) -> GraphRecord:
+        """The record of the one live graph that was recorded with this StepPlan; RouteError unless there is one."""
+        records = [
+            record for record in self._by_capture.values() if any(read.is_of(plan) for read in record.reads.values())
+        ]
+        if len(records) == 1:
+            return records[0]
+        if records:
+            found = f"was recorded by {len(records)} live graphs, {', '.join(map(str, records))}: pass the graph object"
+        else:
+            found = "was recorded by no live graph: record its pa_decode, and pass that very StepPlan"
+        raise self._announcer.refuse(RouteError(f"{plan!r} stands for no graph: it {found}."))
 
-        Where a graph object does not tell its capture, it is the one it was bound to, or else this thread's last one
-        that touched a plan and has no graph yet. RouteError if there is none, or if its pins were released.
+    def adopt(self, g: Graph) -> None:
+        """Bind `g` to its capture: inside the recording by the stream's capture id, which is exact.
+
+        After it nothing but a graph object that tells its capture links the two, so that what is bound is confirmed,
+        and a capture that may be the one in `g`, reads plans and is bound to no graph is refused.
+
+        Raises RouteError, ConfigError for what is no graph. The caller holds the manager's lock.
         """
-        record: GraphRecord | None = None
-        if not self._device.capture_id():
-            bound = self.of(g)
-            capture_id = self._device.capture_of(g)
-            if capture_id is None:
-                last: GraphRecord | None = getattr(self._this_thread, "last_record", None)
-                if bound is not None and not bound.released:
-                    record = bound
-                elif last is not None and last.graph is None:
-                    record = last
-            elif bound is not None and bound.capture_id == capture_id:
-                record = bound
-            elif capture_id:
-                record = self._by_capture.get(capture_id) or GraphRecord(capture_id)
-        if record is None or record.released:
-            raise self._announcer.refuse(
-                RouteError(
-                    "adopt() found no finished capture for this graph: it is empty, its pins were released, or nothing "
-                    "on this thread touched a plan since. Call it on the thread that captured, right after the "
-                    "capture has ended."
+        bound = self.of(g)
+        current_id = self._device.capture_id()
+        held_id = self._device.capture_of(g)
+        if current_id:
+            if held_id not in (0, current_id):
+                raise self._refuse_adoption(
+                    f"this stream records capture {current_id}, and that graph object holds a finished one",
+                    "Pass the graph object that is being recorded into",
                 )
+            record = self._by_capture.get(current_id) or self._adopted.get(current_id)
+            if record is None:
+                record = GraphRecord(current_id, is_sanitized=bool(self._always_read))
+                self._adopted[current_id] = record
+            record.bind(g)
+            self._by_graph[g] = record  # an earlier capture's pins go when the driver tells
+            return
+        if held_id == 0:
+            raise self._refuse_adoption("it holds no finished capture", "Call adopt(g) inside the recording")
+        if held_id is not None:
+            record = self._by_capture.get(held_id)
+            if record is None and bound is not None and bound.capture_id == held_id:
+                record = bound  # touched nothing, or was released
+            if record is None:
+                record = GraphRecord(held_id, is_sanitized=False)
+            if record.released:
+                raise self._refuse_adoption("its pins were released", "Capture again")
+            self.report_unread(record)
+            record.bind(g)
+            self._by_graph[g] = record
+            return
+        if bound is not None and not bound.released:
+            self.report_unread(bound)
+            return
+        unbound = [
+            record
+            for record in self._by_capture.values()
+            if record.graph is None and self._device.may_be_last_capture(record.capture_id)
+        ]
+        if unbound:
+            raise self._refuse_adoption(
+                f"capture {unbound[-1].capture_id} has ended and reads plans, and nothing tells whether this graph "
+                "object holds it",
+                "Call adopt(g) inside the recording, on any thread whose stream is in it",
             )
-        return record
+
+    def _refuse_adoption(self, why: str, way_out: str) -> RouteError:
+        return self._announcer.refuse(
+            RouteError(f"adopt() cannot bind this graph object: {why}. {way_out}, or capture through manager.graph().")
+        )
 
     def record_for(self, capture_id: int) -> GraphRecord:
-        """The record of the capture this thread is in; the first call attaches its end to the graph."""
+        """The record of the capture this thread's stream is in; the first call attaches its end to the graph."""
         record = self._by_capture.get(capture_id)
         if record is None:
-            record = GraphRecord(capture_id)
+            record = self._adopted.pop(capture_id, None) or GraphRecord(
+                capture_id, is_sanitized=bool(self._always_read)
+            )
             record.holds.extend(self._always_read)
             self._device.watch_capture(self.gone, record.holds)
             self._by_capture[capture_id] = record
-        self._this_thread.last_record = record
         return record
 
     def eager_read_of(self, capture_id: int, plan: Plan) -> Read | None:
@@ -145,8 +190,11 @@ class GraphBook:
         if items and not record.pinned:
             self._residency.num_pinning_graphs -= 1
 
-    def note_read(self, capture_id: int, plan: StepPlan, *, refreshed: bool, decoded: bool) -> None:
-        """The graph being recorded reads this plan: remember what it must find at replay."""
+    def note_read(self, capture_id: int, plan: StepPlan, *, refreshed: bool, decoded_tokens: int | None = None) -> None:
+        """The graph being recorded reads this plan: remember what it must find at replay.
+
+        decoded_tokens: what the block tables of a decode have columns for; None where only a refresh was recorded.
+        """
         item, mark = plan.item, plan.mark
         assert item is not None
         record = self.record_for(capture_id)
@@ -158,15 +206,17 @@ class GraphBook:
             record.reads[key] = read
             record.holds.append(whole.lens)
         read.refreshes += refreshed
-        read.is_decoded |= decoded
+        if decoded_tokens is not None:
+            read.note_decode(decoded_tokens)
 
-    def note_fallback(self, capture_id: int, plan: StepPlan | OffPlan, mark: Mark) -> None:
+    def note_fallback(self, capture_id: int, plan: StepPlan | OffPlan, mark: Mark, decoded_tokens: int) -> None:
         """The graph being recorded runs the fallback over this length buffer."""
         record = self.record_for(capture_id)
         key = (plan.site, plan.ubatch, plan.route, mark.address, mark.rows)
         if key not in record.reads:
             record.reads[key] = Read(plan.site, plan.ubatch, plan.route, mark.rows, mark, None, plan.captured)
             record.holds.append(mark.lens)
+        record.reads[key].note_decode(decoded_tokens)
 
     def release(self, record: GraphRecord, reason: str) -> bool:
         """Drop the pins of a graph; False if they were dropped before."""
@@ -174,7 +224,7 @@ class GraphBook:
             return False
         record.released = True
         self._residency.num_pinning_graphs -= bool(record.pinned)
-        record.forget_content()
+        record.forget_capture()
         for item in record.pinned:
             self._residency.store.unpin(item)
         record.pinned.clear()

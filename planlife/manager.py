@@ -35,14 +35,16 @@ from .errors import (
 from .events import Announcer, Event, logger
 from .graph_book import GraphBook
 from .graph_record import GraphRecord, Read
+from .guard import Given, Match, check_foreign, check_planned, match, stale_eager
 from .hint import tell_once_what_off_costs
 from .item import Item, State
 from .ladder import CapacityLadder
-from .plan import Arena, Mark, OffPlan, Pair, Plan, Segment, StepPlan, Tables, describe_owner
+from .plan import EMPTY, Arena, Mark, OffPlan, Pair, Plan, Segment, StepPlan, Tables, describe_owner
 from .report import ArenaLine, Counters, MemoryReport, PlanLine, SiteLine
 from .residency import CompileError, NoRoomError, Residency
+from .route import Decision, Rules, Why, decide, no_room_answer
 from .sizing import Sizing
-from .slot import Answers, Slot, Why
+from .slot import Answers, Slot
 from .spec import PlanSpec, Step, check_int
 from .unserved import UNSERVED, refuse_unserved
 
@@ -50,33 +52,6 @@ _Error = TypeVar("_Error", bound=PlanlifeError)
 
 ON_MISS = ("fallback", "raise", "mint")
 SANITIZE = ("off", "count", "raise")
-
-#: Dummy steps empty the tables of a before-replay graph; this mark says so. It is nobody's step.
-_EMPTY = Mark(Step(None), None, 0, 0, None, 0)
-
-
-class _Given:
-    """A step handed to guard, with what its length tensor says."""
-
-    def __init__(self, step: Step, slot: Slot, lens: tuple[int, int, int | None]) -> None:
-        self.step = step
-        self.slot = slot
-        self.rows, self.address, self.version = lens
-        self.is_dummy = step.dummy or self.rows == 0
-
-    def difference(self, read: Read) -> tuple[int, str, object, object] | None:
-        """(how many fields agree, first field that does not, found, wanted), or None if this is the read's step."""
-        fields: list[tuple[str, object, object]] = [
-            ("site", self.slot.site, read.site),
-            ("ubatch", self.slot.ubatch, read.ubatch),
-        ]
-        if not self.is_dummy:
-            fields.append(("rows", self.rows, read.rows))
-            fields.append(("length buffer address", hex(self.address), hex(read.mark.address)))
-        for depth, (field, found, wanted) in enumerate(fields):
-            if found != wanted:
-                return depth, field, found, wanted
-        return None
 
 
 class PlanManager:
@@ -125,7 +100,6 @@ class PlanManager:
         self._fallback: FallbackFn | None = resolve_fallback(fallback, specs, self._device)
         self._fallback_takes_lse = self._fallback is not None and takes_lse(self._fallback)
         self._enabled = enabled
-        self._on_miss = on_miss
         self._sanitize = sanitize
         self._ubatches = ubatches
         refusals = {site: self._refusal(site, spec) for site, spec in specs.items()}
@@ -143,6 +117,9 @@ class PlanManager:
         self._answers = {key: Answers(slot) for key, slot in self._slots.items()}
         #: By (site, class): why the backend could not compile it, where the fallback takes its steps instead.
         self._refused_classes: dict[tuple[str, int], str] = {}
+        self._rules = Rules(self._backend, self._fallback is not None, on_miss, self._residency, self._refused_classes)
+        #: Replays that were accepted so far. A plan_for skips only what was planned since the last of them.
+        self._num_replays = 0
 
         self._lock = threading.RLock()
         self._num_phases = 0
@@ -332,7 +309,7 @@ class PlanManager:
             for slot, plan in todo:
                 with plan.lock, self._lock:
                     self._check_open("warm")  # a hook or another thread may have closed it meanwhile
-                    if (plan.is_resident and slot.arena.is_resident) or self._refusal_of_class(plan):
+                    if (plan.is_resident and slot.arena.is_resident) or self._rules.refusal_of(plan):
                         continue
                     try:
                         self._residency.mint_what_fits(plan, slot.arena)
@@ -373,6 +350,8 @@ class PlanManager:
                         if (
                             (pair.in_graph if capture_id else pair.eager).mark is mark
                             and mark.capture_id == capture_id
+                            and (capture_id or mark.epoch == self._num_replays)
+                            and last.max_tokens == step.max_tokens
                             and mark.is_owned_by(step.owner)
                             and (mark.version is None or mark.version == lens._version)
                         ):
@@ -449,7 +428,7 @@ class PlanManager:
             return output
         slot.checker.check(
             plan.rows, item.class_rows, output, query, key_cache, value_cache, block_tables, softmax_scale,
-            key_scale, value_scale, sinks, lse,
+            key_scale, value_scale, sinks, lse, max_tokens=plan.max_tokens,
         )  # fmt: skip
         try:
             with item.lock:
@@ -472,6 +451,7 @@ class PlanManager:
                     self._decode_settled(plan, call)  # type: ignore[arg-type]
                     return output
                 tables = pair.eager
+                tables.mark.eager_views |= slot.view_bit  # type: ignore[union-attr]
                 if self._flags is not None:
                     self._sanitize_tables(tables, plan.mark, slot.spec, block_tables)  # type: ignore[arg-type]
                 segments = tables.views[slot.view]
@@ -502,34 +482,39 @@ class PlanManager:
         try:
             slot, (rows, address, version) = self._inspect(step)
             capture_id = self._capture_id()
+            mark = Mark(step, step.context_lens, rows, address, version, capture_id, self._num_replays)
             if step.dummy or rows == 0:
-                if capture_id:
-                    raise self._announcer.refuse(
-                        RouteError(
-                            f"a dummy step of site {slot.site!r} was planned while recording: a graph would freeze its "
-                            "zeros. Capture with real rows (length 0 is fine) and replay with the dummy step."
-                        )
-                    )
-                mark = Mark(step, step.context_lens, rows, address, version, 0)
+                decision = self._decide(slot, step, rows, recording=bool(capture_id))
+                if decision.error is not None:
+                    raise self._announcer.refuse(decision.error)
                 mark.retire()  # no tables hold a dummy's lengths: its owner need not be held
-                return StepPlan(slot, "dummy", "dummy step" if step.dummy else "no rows", rows, mark, None, False)
+                return StepPlan(slot, "dummy", decision.reason, rows, mark, None, False)
             answers = self._answers[(slot.site, slot.ubatch)]
             known = None if answers.may_ask_again else answers.last_fallback
             if (
                 known is not None
+                and known.max_tokens == step.max_tokens
                 and known.mark.capture_id == capture_id
+                and known.mark.allows_skip(self._num_replays)
                 and known.mark.difference(step, rows, address, version) is None
             ):
                 return known  # decided once per step, also against us
-            mark = Mark(step, step.context_lens, rows, address, version, capture_id)
-            why = self._why_not_planned(slot, step.context_lens, rows)
-            if why is not None:
-                return self._fall_back(slot, mark, why)
             if rows > slot.ladder.max_rows:
                 return self._plan_in_parts(slot, step, mark)
             return self._plan_in_class(slot, step, mark)
         finally:
             self._announcer.deliver()
+
+    def _decide(self, slot: Slot, step: Step, rows: int, *, recording: bool) -> Decision:
+        return decide(
+            self._rules,
+            slot,
+            rows,
+            step.context_lens,
+            dummy=step.dummy,
+            recording=recording,
+            in_phase=bool(self._num_phases),
+        )
 
     def _forget_fallbacks(self) -> None:
         """Something changed that may let a step that fell back be planned."""
@@ -539,7 +524,15 @@ class PlanManager:
     def _inspect(self, step: Step) -> tuple[Slot, tuple[int, int, int | None]]:
         """The slot of a step and (rows, address, version) of its lengths; a ConfigError for what can never be right."""
         slot = self._slot_of(step)
-        return slot, self._device.inspect_lens(step.context_lens)
+        lens = self._device.inspect_lens(step.context_lens)
+        bound = slot.spec.max_context_tokens
+        if step.max_tokens is not None and step.max_tokens > bound and not step.dummy:
+            raise ConfigError(
+                f"Step.max_tokens is {step.max_tokens:,}, and site {slot.site!r} was given max_context_tokens="
+                f"{bound:,}: its plans would leave out what is behind that. Raise max_context_tokens, or serve this "
+                "step elsewhere."
+            )
+        return slot, lens
 
     def _slot_of(self, step: Step) -> Slot:
         if not isinstance(step, Step):
@@ -551,6 +544,8 @@ class PlanManager:
             raise ConfigError(f"Step.revision must be an int, got {step.revision!r}.")
         if type(step.dummy) is not bool:
             raise ConfigError(f"Step.dummy must be a bool, got {step.dummy!r}.")
+        if step.max_tokens is not None:
+            check_int("Step.max_tokens", step.max_tokens, at_least=0, way_out=" None leaves it unchecked.")
         sites = sorted({slot.site for slot in self._slots.values()})
         if type(step.site) is not str or step.site not in sites:
             raise ConfigError(f"no site {step.site!r}; this manager was given {', '.join(map(repr, sites))}.")
@@ -559,26 +554,15 @@ class PlanManager:
             f"with ubatches={self._ubatches}."
         )
 
-    def _why_not_planned(self, slot: Slot, context_lens: Any, rows: int) -> Why | None:
-        """What rules out a plan for this step, whatever is minted; asked once per step."""
-        if slot.refusal:
-            return Why("refused", slot.refusal)
-        reasons = self._backend.refuse_step(slot.spec, context_lens)
-        if reasons:
-            return Why("refused step", f"backend {self._backend.name} cannot take this step: " + "; ".join(reasons))
-        if rows > slot.ladder.max_rows and self._fallback is not None:
-            return Why("beyond ladder", f"more rows than the ladder's top class {slot.ladder.max_rows}")
-        return None
-
     def _plan_in_class(self, slot: Slot, step: Step, mark: Mark) -> StepPlan:
         plan = slot.plans[slot.ladder.class_for(mark.rows)]
         with plan.lock:
             with self._lock:
                 was_resident = plan.is_resident
-                why = self._make_resident(slot, plan, mark)
+                why = self._make_resident(slot, plan, step, mark)
                 if why is None and mark.capture_id:
                     self._graphs.pin(mark.capture_id, plan, slot.arena)
-                self._count_lookup(was_resident)
+                self._count_lookup(was_resident, why)
                 pair = plan.pair
                 if why is None and pair is not None:
                     tables = pair.in_graph if mark.capture_id else pair.eager
@@ -587,7 +571,7 @@ class PlanManager:
                     if not (is_same or mark.capture_id):
                         self._order(plan)
             if why is not None or pair is None:
-                return self._fall_back(slot, mark, why or Why("evicted", "evicted by another thread"))
+                return self._fall_back(slot, step, mark, why or Why("evicted", "evicted by another thread"))
             if found is not None and is_same:
                 mark = found
                 with self._lock:
@@ -596,26 +580,30 @@ class PlanManager:
             else:
                 self._refresh(tables, mark)
                 refreshed = True
-            step_plan = StepPlan(slot, "planned", "", mark.rows, mark, plan, bool(mark.capture_id))
+            captured = bool(mark.capture_id)
+            step_plan = StepPlan(slot, "planned", "", mark.rows, mark, plan, captured, max_tokens=step.max_tokens)
             if mark.capture_id:
                 with self._lock:
-                    self._graphs.note_read(mark.capture_id, step_plan, refreshed=refreshed, decoded=False)
+                    self._graphs.note_read(mark.capture_id, step_plan, refreshed=refreshed)
         self._log_route(slot, step_plan, "")
         if slot.spec.shared_lengths:
             self._answers[(slot.site, slot.ubatch)].last = step_plan
         return step_plan
 
-    def _count_lookup(self, was_resident: bool) -> None:
-        """A plan_for found its plan resident, or not; a call that raised is neither. The manager's lock is held."""
+    def _count_lookup(self, was_resident: bool, why: Why | None) -> None:
+        """A plan_for found its plan resident, or not; a call that raised, or for which no plan is looked up, is
+        neither. The manager's lock is held."""
+        if why is not None and why.is_final:
+            return
         if was_resident:
             self._counters.hits += 1
         else:
             self._counters.misses += 1
 
-    @staticmethod
-    def _is_same(found: Mark, step: Step, mark: Mark) -> bool:
+    def _is_same(self, found: Mark, step: Step, mark: Mark) -> bool:
         return (
             found.capture_id == mark.capture_id
+            and found.allows_skip(self._num_replays)
             and found.is_owned_by(step.owner)
             and found.difference(step, mark.rows, mark.address, mark.version) is None
         )
@@ -625,13 +613,13 @@ class PlanManager:
         plan = slot.plans[slot.ladder.max_rows]
         with plan.lock, self._lock:
             was_resident = plan.is_resident
-            why = self._make_resident(slot, plan, mark)
-            self._count_lookup(was_resident)
-            if plan.pair is not None:
+            why = self._make_resident(slot, plan, step, mark)
+            self._count_lookup(was_resident, why)
+            if why is None and plan.pair is not None:
                 # What the tables hold was planned before this step: its parts must not take it for what came since.
                 (plan.pair.in_graph if mark.capture_id else plan.pair.eager).set_mark(None)
         if why is not None:
-            return self._fall_back(slot, mark, why)
+            return self._fall_back(slot, step, mark, why)
         # Each part is refreshed as it decodes: these marks are compared as objects, so the owner need not be held.
         mark.retire()
         parts = []
@@ -641,25 +629,19 @@ class PlanManager:
             part_mark = Mark(step, lens, rows, address, version, mark.capture_id)
             part_mark.retire()
             parts.append(StepPlan(slot, "planned", "", rows, part_mark, plan, bool(mark.capture_id), whole=mark))
-        step_plan = StepPlan(slot, "planned", "", mark.rows, mark, None, bool(mark.capture_id), tuple(parts))
+        captured = bool(mark.capture_id)
+        step_plan = StepPlan(
+            slot, "planned", "", mark.rows, mark, None, captured, tuple(parts), max_tokens=step.max_tokens
+        )
         self._log_route(slot, step_plan, "in parts")
         return step_plan
 
-    def _fall_back(self, slot: Slot, mark: Mark, why: Why) -> StepPlan:
-        if mark.capture_id and self._fallback is None:
-            raise self._announcer.refuse(
-                MintError(
-                    f"site {slot.site!r} was planned for {mark.rows} rows while this stream records, and no plan can "
-                    f"be had there: {why.text}. Warm the class in capture_phase() before recording, or configure "
-                    "fallback=."
-                )
-            )
+    def _fall_back(self, slot: Slot, step: Step, mark: Mark, why: Why) -> StepPlan:
         with self._lock:
             self._counters.fallbacks += 1
-        step_plan = StepPlan(slot, "fallback", why.text, mark.rows, mark, None, bool(mark.capture_id))
-        self._announcer.note(
-            "fallback", f"{slot.site}/ub{slot.ubatch}", why.text, rows=mark.rows, recorded=bool(mark.capture_id)
-        )
+        recorded = bool(mark.capture_id)
+        step_plan = StepPlan(slot, "fallback", why.text, mark.rows, mark, None, recorded, max_tokens=step.max_tokens)
+        self._announcer.note("fallback", f"{slot.site}/ub{slot.ubatch}", why.text, rows=mark.rows, recorded=recorded)
         self._log_route(slot, step_plan, why.code)
         answers = self._answers[(slot.site, slot.ubatch)]
         answers.set_last_fallback(step_plan)
@@ -726,6 +708,7 @@ class PlanManager:
             return
         slot = plan.slot
         tables, scratch = self._settle(plan)
+        plan.mark.eager_views |= slot.view_bit
         if self._flags is not None:
             self._sanitize_tables(tables, plan.mark, slot.spec, call[4])
         for arguments in self._segment_calls(slot.spec.query_length, tables.views[slot.view], scratch, call):
@@ -740,23 +723,25 @@ class PlanManager:
             pinned = self._graphs.pin(capture_id, item, slot.arena)
             pair, scratch = item.pair, slot.arena.buffer
         assert pair is not None
-        refreshed = decoded = False
+        refreshed = False
+        decoded_tokens: int | None = None
+        table_tokens = call[4].shape[1] * slot.spec.page_size
         try:
             tables, refreshed = self._settle_recording(plan, item, pair, capture_id)
             for arguments in self._segment_calls(slot.spec.query_length, tables.views[slot.view], scratch, call):
                 self._backend.decode(*arguments)
-                decoded = True
+                decoded_tokens = table_tokens
             if self._flags is not None:  # behind the decode, which may refuse
                 self._sanitize_tables(tables, plan.mark, slot.spec, call[4])
         except PlanlifeError:
             raise
         except BaseException:
-            decoded = True  # a part of it may be in the graph
+            decoded_tokens = table_tokens  # a part of it may be in the graph
             raise
         finally:
             with self._lock:
-                if refreshed or decoded:
-                    self._graphs.note_read(capture_id, plan, refreshed=refreshed, decoded=decoded)
+                if refreshed or decoded_tokens is not None:
+                    self._graphs.note_read(capture_id, plan, refreshed=refreshed, decoded_tokens=decoded_tokens)
                 else:
                     self._graphs.unpin(capture_id, pinned)
 
@@ -887,7 +872,8 @@ class PlanManager:
                 )
             )
         ladder = slot.ladder
-        slot.checker.check(rows, ladder.class_for(rows) if rows <= ladder.max_rows else rows, *call)
+        class_rows = ladder.class_for(rows) if rows <= ladder.max_rows else rows
+        slot.checker.check(rows, class_rows, *call, max_tokens=plan.max_tokens)
         if plan.route == "fallback" and call[-1] is not None and not self._fallback_takes_lse:
             name = getattr(self._fallback, "__qualname__", self._fallback)
             raise self._announcer.refuse(
@@ -919,7 +905,8 @@ class PlanManager:
                     own_step = Step(plan.context_lens, site=slot.site, ubatch=slot.ubatch)
                     mark = Mark(own_step, plan.context_lens, rows, address, version, capture_id)
                 with self._lock:
-                    self._graphs.note_fallback(capture_id, plan, mark)
+                    table_tokens = call[4].shape[1] * slot.spec.page_size
+                    self._graphs.note_fallback(capture_id, plan, mark, table_tokens)
 
     def _decode_nothing(self, slot: Slot, call: tuple[Any, ...]) -> None:
         """Zeros, for an output of any number of rows."""
@@ -979,40 +966,39 @@ class PlanManager:
             with item.lock:
                 self._decode_settled(part, part_call)
 
-    def _make_resident(self, slot: Slot, plan: Plan, mark: Mark) -> Why | None:
+    def _make_resident(self, slot: Slot, plan: Plan, step: Step, mark: Mark) -> Why | None:
         """Both buffers of one call are there, or why they are not; raises where falling back is not allowed.
 
         The manager's lock is held.
         """
         self._check_open("plan_for")  # again, under the lock: what is allocated after close() nobody gives back
-        self._residency.num_calls += 1
+        decision = self._decide(slot, step, mark.rows, recording=bool(mark.capture_id))
+        if decision.error is not None:
+            raise self._announcer.refuse(decision.error)
+        self._residency.num_calls += decision.why is None or not decision.why.is_final
+        if decision.why is not None:
+            return decision.why
         if plan.is_resident and slot.arena.is_resident:
             self._residency.store.touch(plan)
             self._residency.store.touch(slot.arena)
             return None
-        if refusal := self._refusal_of_class(plan):
-            return Why("refused class", refusal)
-        if mark.capture_id:
-            if self._fallback is None:
-                raise self._announcer.refuse(MintError(self._residency.why_not_resident(plan, slot.arena)))
-            return Why("not resident while recording", self._residency.why_not_resident(plan, slot.arena))
         if plan.state is State.ABSENT and not self._num_phases:
-            text = f"class {plan.class_rows} of site {slot.site!r} (ubatch {slot.ubatch}) was never minted"
-            if self._on_miss == "raise":
-                raise self._announcer.refuse(
-                    RouteError(f"{text}. Warm it inside capture_phase(), or choose another on_miss.")
-                )
-            if self._on_miss == "fallback":
-                return Why("never minted", f"{text}; warm it inside capture_phase()")
-            logger.warning("%s: minting it now, which stalls this step (on_miss='mint')", text)
+            logger.warning(
+                "class %s of site %r (ubatch %s) was never minted: minting it now, which stalls this step "
+                "(on_miss='mint')",
+                plan.class_rows,
+                slot.site,
+                slot.ubatch,
+            )
         try:
             self._materialise(slot, plan, mark)
         except CompileError as error:
             return Why("refused class", self._refuse_class(plan, error))
         except NoRoomError as error:
-            if self._num_phases or self._on_miss == "raise":
+            why, refusal = no_room_answer(error, self._rules.on_miss, in_phase=bool(self._num_phases))
+            if refusal is not None:
                 raise
-            return Why(error.code, f"{error.code}: {error}", may_pass=True)
+            return why
         return None
 
     def _refuse_class(self, plan: Plan, error: CompileError) -> str:
@@ -1029,9 +1015,6 @@ class PlanManager:
         logger.warning("%s The fallback takes its steps.", text)
         return text
 
-    def _refusal_of_class(self, plan: Plan) -> str:
-        return self._refused_classes.get((plan.site, plan.class_rows), "")
-
     def _materialise(self, slot: Slot, plan: Plan, mark: Mark) -> None:
         try:
             self._residency.materialise(plan, slot.arena, f"{mark.rows} rows", in_phase=bool(self._num_phases))
@@ -1039,12 +1022,12 @@ class PlanManager:
             raise self._announcer.refuse(error) from error.__cause__
 
     @contextmanager
-    def graph(self, g: Graph | None = None, **options: Any) -> Iterator[Graph]:
+    def graph(self, g: Graph | None = None, pool: Any = None, **options: Any) -> Iterator[Graph]:
         """Record the body into a graph and pin what it touches; yields the graph.
 
         g: None makes one; a graph recorded before is reset first, and its pins go once its last replay is over.
-        options: as torch.cuda.graph takes. A body that raises leaves the graph empty and its pins gone. On a CPU the
-        graph is a planlife EmulatedGraph.
+        pool, options: as torch.cuda.graph takes. A body that raises leaves the graph empty and its pins gone. On a CPU
+        the graph is a planlife EmulatedGraph.
 
         Raises RouteError while this stream records already, and what the body raises. Syncs, Allocates: as the graph
         type does.
@@ -1055,7 +1038,8 @@ class PlanManager:
         is_known = g is not None and self._graphs.of(g) is not None
         if g is None:
             g = self._device.new_graph()
-        recording = self._device.record(g, **options)  # first: an option that does not exist must not cost the graph
+        # First: an option that does not exist must not cost the graph.
+        recording = self._device.record(g, pool=pool, **options)
         if is_known:
             self._device.reset(g)
             with self._lock:
@@ -1064,174 +1048,172 @@ class PlanManager:
         try:
             with recording:
                 with self._lock:
-                    record = self._graphs.record_for(self._capture_id())
-                    record.bind(g)
+                    self._graphs.adopt(g)
                 yield g
             with self._lock:
-                self._graphs.bind(g, record)
+                self._graphs.end_recording(g)
+        except BaseException:
+            with self._lock:
+                self._graphs.unbind(g)
+            raise
         finally:
             self._drain()  # a capture that failed is gone by now, and takes its pins along
 
     def adopt(self, g: Graph) -> None:
-        """Bind the pins of a capture that an engine opened itself to its graph object.
+        """Bind a capture that an engine opened itself to its graph object, so that guard, replay and release know it.
 
-        Call it right after the capture, on the thread that captured, so that guard, replay and release know the graph.
-        Harmless for a capture that touched no plan, and when called again. Pins of an earlier capture into g go.
+        Call it inside the recording, on any thread whose stream is in it, at any moment before its end: that is exact,
+        whichever threads record, and harmless for a capture that touches no plan. Pins of an earlier capture into g go
+        once its last replay is over.
 
-        Raises RouteError where there is no finished capture, ConfigError for what is no graph. Capture: no. Syncs: no.
-        Allocates: no.
+        After the recording it confirms what is bound, and does nothing where the last capture touched no plan.
+
+        Raises RouteError after a recording where nothing tells which capture g holds, or for an empty graph;
+        ConfigError for what is no graph. Capture: yes. Syncs: no. Allocates: no.
         """
         self._enter("adopt")
         try:
-            record = self._graphs.adopted(g)
-            previous = self._graphs.of(g)
-            if previous is not None and previous is not record:
-                self._release(previous, "captured again")
             with self._lock:
-                self._graphs.bind(g, record)
+                self._graphs.adopt(g)
         finally:
             self._announcer.deliver()
 
-    def guard(self, g: Graph, *steps: Step) -> None:
+    def guard(self, g: Graph | StepPlan, *steps: Step) -> None:
         """Check that the next replay of g decodes the work of these steps; call it before g.replay(), on its stream.
 
-        Every plan that g reads needs a step of its site and ubatch, with the captured row count, length buffer and
-        route; tables that g does not refresh itself must hold exactly the step's lengths. A dummy step empties such
-        tables instead. The current stream waits, on the device, for what other streams were given of those plans.
+        g: the graph object; or, for an engine that never sees its graphs, the StepPlan that pa_decode recorded, where
+        exactly one live graph was recorded with it.
+
+        Once per replay. Every plan that g reads needs a step of its site and ubatch, with the captured row count and
+        route, and with the captured length buffer where a recorded op reads it; tables that g does not refresh itself
+        must hold exactly the step's lengths, and g must not have been let replay on them before. A dummy step empties
+        such tables instead, and writes zeros into the length buffers that g reads, on the current stream. The current
+        stream waits, on the device, for what other streams were given of those plans.
 
         Raises StalePlanError naming graph, plan, field, found and wanted, RouteError while recording or for a graph
-        that this manager does not know, ConfigError for a bad step or what is no graph.
+        that this manager does not know, ConfigError for a bad step or what is no graph. A refusal changes nothing.
         Capture: no. Syncs: no. Allocates: no.
         """
         self._enter("guard")
         try:
-            if self._capture_id():
-                raise self._announcer.refuse(
-                    RouteError("guard() was called while this stream records: a replay cannot be part of a graph.")
-                )
-            record = self._graphs.of(g)
+            record, matches = self._match(g, steps, "guard")
+            check_planned(record, matches)
+            self._accept(record, matches)
+        except StalePlanError as error:
+            self._note_stale(error)
+            raise
+        finally:
+            self._announcer.deliver()
+
+    def _match(self, g: Graph | StepPlan, steps: tuple[Step, ...], what: str) -> tuple[GraphRecord, list[Match]]:
+        """What a graph reads, with the step of each read; everything but the marks of eager tables was checked."""
+        if self._capture_id():
+            raise self._announcer.refuse(
+                RouteError(f"{what}() was called while this stream records: a replay cannot be part of a graph.")
+            )
+        with self._lock:
+            record = self._graphs.of_plan(g) if isinstance(g, StepPlan) else self._graphs.of(g)
             if record is None or record.released:
                 raise self._announcer.refuse(
                     RouteError(
                         "this graph holds no pins here: it was released, reset, or captured without manager.graph() "
-                        "and not adopted. Capture it through manager.graph(), or call adopt(g) after your own capture."
+                        "and not adopted. Capture it through manager.graph(), or call adopt(g) inside your own "
+                        "recording."
                     )
                 )
-            self._guard(record, [_Given(step, *self._inspect(step)) for step in steps])
-        finally:
-            self._announcer.deliver()
+            self._graphs.report_unread(record)
+        given = [Given(step, *self._inspect(step)) for step in steps]
+        matches = match(record, given, self._decision_of)
+        check_foreign(record, matches)
+        return record, matches
 
-    def _guard(self, record: GraphRecord, given: list[_Given]) -> None:
-        matches: list[tuple[Read, _Given]] = []
-        unmatched: list[Read] = []
-        for read in record.reads.values():
-            fitting = [one for one in given if one.difference(read) is None]
-            # All steps that fit must be the right one, in whatever order they came. A dummy beside a real step of the
-            # same plan has nothing to empty.
-            fitting = [one for one in fitting if not one.is_dummy] or fitting
-            if fitting:
-                matches.extend((read, one) for one in fitting)
-            else:
-                unmatched.append(read)
-        used = [id(one) for _, one in matches]
-        for read in unmatched:
-            spare = [one for one in given if id(one) not in used]
-            if not spare:
-                raise self._stale(
-                    f"{record} reads {read} ({read.rows} rows, lengths at {read.mark.address:#x}) and was given no "
-                    "step for it. Pass a step for every plan the graph reads."
-                )
-            differences = [one.difference(read) or (0, "", "", "") for one in spare]
-            _, field, found, wanted = max(differences, key=lambda difference: difference[0])
-            raise self._stale_field(record, read, field, found, wanted)
-        planned = {read.plan for read, one in matches if read.plan is not None and not one.is_dummy}
-        for read, one in matches:
-            if not one.is_dummy:
-                self._check_read(record, read, one)
-            elif not read.captured and read.plan in planned:
-                wanted = "a real one, as the site it shares the plan with has"
-                raise self._stale_field(record, read, "step", f"a dummy of site {read.site!r}", wanted)
-        self._foresee(record, matches)
-
-    def _check_read(self, record: GraphRecord, read: Read, one: _Given) -> None:
-        route = self._route_of(one)
-        if route != read.route:
-            raise self._stale_field(record, read, "route", route, read.route)
-        if read.plan is None or record.num_refreshes(read):
-            return
-        pair = read.plan.pair
-        mark = None if pair is None else (pair.in_graph if read.captured else pair.eager).mark
-        wanted = describe_owner(one.step.owner)
-        if mark is None:
-            raise self._stale_field(record, read, "mark", "no known lengths", wanted)
-        if mark is _EMPTY:
-            raise self._stale_field(record, read, "mark", "emptied for a dummy step", wanted)
-        if read.captured and mark is read.mark:
-            raise self._stale_field(record, read, "mark", "a refresh that was recorded and never replayed", wanted)
-        if mark.capture_id != read.mark.capture_id:
-            raise self._stale_field(record, read, "refreshing capture", mark.capture_id, read.mark.capture_id)
-        difference = mark.difference(one.step, one.rows, one.address, one.version)
-        if difference is not None:
-            raise self._stale_field(record, read, *difference)
-
-    def _route_of(self, one: _Given) -> str:
-        """The route that plan_for gave this very step, or would give it."""
+    def _decision_of(self, one: Given, read: Read) -> Decision:
+        """What plan_for answered this very step, or would answer it where the read was planned."""
+        slot, step = one.slot, one.step
         if not self._enabled:
-            return "fallback"
-        slot = one.slot
-        known = self._answers[(slot.site, slot.ubatch)].known(one.step, one.rows, one.address, one.version)
+            return Decision("fallback")
+        known = self._answers[(slot.site, slot.ubatch)].known(step, one.rows, one.address, one.version)
         if known is not None:
-            return known.route
-        if self._why_not_planned(slot, one.step.context_lens, one.rows) is not None:
-            return "fallback"
-        if one.rows <= slot.ladder.max_rows and slot.plans[slot.ladder.class_for(one.rows)].state is State.ABSENT:
-            return "fallback" if self._on_miss == "fallback" else "planned"
-        return "planned"
+            return Decision(known.route, Why("known", known.reason) if known.reason else None)
+        with self._lock:
+            return self._decide(slot, step, one.rows, recording=read.captured)
 
-    def _foresee(self, record: GraphRecord, matches: list[tuple[Read, _Given]]) -> None:
-        """Everything was checked: bring the marks to where the replay will leave the tables."""
-        refreshes: dict[Plan, int] = {}
-        for read in record.reads.values():
-            if read.plan is not None and read.captured:
-                refreshes[read.plan] = refreshes.get(read.plan, 0) + read.refreshes
+    def _accept(self, record: GraphRecord, matches: list[Match]) -> None:
+        """Everything was checked: bring tables and marks to where the replay finds, and leaves, them."""
         # What can fail comes first: a mark must not tell of a replay that will not happen.
         with self._lock:
             for item in record.pinned:
                 self._order(item)
-        for read, one in matches:
-            if read.plan is not None and one.is_dummy and not read.captured:
-                with read.plan.lock:
-                    assert read.plan.pair is not None, "a pinned plan lost its buffer"
-                    if read.plan.pair.eager.mark is not _EMPTY:
-                        self._refresh(read.plan.pair.eager, _EMPTY)
-        for read, one in matches:
-            plan = read.plan
-            if plan is None or not read.captured:
+        emptied: set[Tables] = set()
+        for one in matches:
+            if one.given.is_dummy:
+                self._empty(record, one, emptied)
+        refreshes: dict[Plan, int] = {}
+        for read in record.reads.values():
+            if read.plan is not None and read.captured:
+                refreshes[read.plan] = refreshes.get(read.plan, 0) + read.refreshes
+        for one in matches:
+            plan = one.read.plan
+            if plan is None:
                 continue
             with plan.lock:
-                assert plan.pair is not None, "a pinned plan lost its buffer"
-                in_graph = plan.pair.in_graph
-                if refreshes[plan] == 1 and not one.is_dummy and record.num_refreshes(read):
-                    lens = one.step.context_lens
-                    in_graph.set_mark(Mark(one.step, lens, one.rows, one.address, one.version, record.capture_id))
-                elif refreshes[plan]:
-                    in_graph.set_mark(None)  # several refreshes: the last lengths are not known here
+                tables = one.tables
+                if not record.refreshes_itself(one.read):
+                    if tables.mark is not None and record.capture_id not in tables.mark.consumers:
+                        tables.mark.consumers += (record.capture_id,)
+                elif refreshes[plan] == 1 and not one.given.is_dummy:
+                    tables.set_mark(one.given.mark(record.capture_id, 0))
+                else:
+                    tables.set_mark(None)  # several refreshes, or zeros: whose lengths are the last is not known here
+        with self._lock:
+            self._num_replays += 1
+
+    def _empty(self, record: GraphRecord, one: Match, emptied: set[Tables]) -> None:
+        """A dummy step must read nothing through its block tables, whatever is in the buffers that the graph reads.
+
+        Also where the tables were emptied before: a sleep may have overwritten them.
+        """
+        read = one.read
+        if record.reads_lens(read) and (read.plan is None or record.refreshes_itself(read)):
+            self._device.fill(read.mark.lens, 0)
+        elif read.plan is not None and one.tables not in emptied:
+            with read.plan.lock:
+                self._refresh(one.tables, EMPTY)
+            emptied.add(one.tables)
 
     def replay(self, g: Graph, *steps: Step) -> None:
-        """guard(g, *steps), then g.replay() on the current stream.
+        """Plan what is stale for these steps, guard, and g.replay() on the current stream: one call for a step.
 
-        Raises what guard raises, and StalePlanError with sanitize="raise" if a decode in g read stale tables.
-        Capture: no. Syncs: no. Allocates: no.
+        Tables that g refreshes itself need nothing. Each eager table set that g reads is refreshed, at most once, where
+        it holds another step's lengths, or lengths that g was replayed for, or that an eager decode had before any
+        graph: so an owner that lives for ever is right here. A plan_for before it is not needed, and costs nothing.
+
+        Raises what guard raises, but for tables that are only stale, and StalePlanError where two steps need different
+        lengths in one table set, or with sanitize="raise" if a decode in g read stale tables. Capture: no. Syncs: no.
+        Allocates: no.
         """
-        self._check_open("replay")
-        self.guard(g, *steps)
+        self._enter("replay")
         try:
-            self._device.replay(g)
-        except BaseException:
-            record = self._graphs.of(g)
-            if record is not None:
+            record, matches = self._match(g, steps, "replay")
+            for plan, given in stale_eager(record, matches):
+                with plan.lock:
+                    with self._lock:
+                        self._order(plan)
+                    assert plan.pair is not None, "a pinned plan lost its buffer"
+                    mark = given.mark(0, self._num_replays)
+                    self._refresh(plan.pair.eager, mark)
+            check_planned(record, matches)  # another thread may have planned meanwhile
+            self._accept(record, matches)
+            try:
+                self._device.replay(g)
+            except BaseException:
                 record.forget_content()
+                raise
+        except StalePlanError as error:
+            self._note_stale(error)
             raise
+        finally:
+            self._announcer.deliver()
         self._raise_flags()
 
     def release(self, g: Graph) -> None:
@@ -1358,7 +1340,7 @@ class PlanManager:
                         refusal or self._residency.tombstone_of(plan),
                     )
                     for plan in plans
-                    if (refusal := self._refusal_of_class(plan)) or plan.state is not State.ABSENT
+                    if (refusal := self._rules.refusal_of(plan)) or plan.state is not State.ABSENT
                 ),
                 arenas=tuple(
                     ArenaLine(
@@ -1478,15 +1460,11 @@ class PlanManager:
                 raise StalePlanError(f"{reason}. Call plan_for after every write to the lengths, before the replay.")
 
     def _stale(self, message: str, error: type[StalePlanError] = StalePlanError) -> StalePlanError:
+        stale = error(message)
+        self._note_stale(stale)
+        return stale
+
+    def _note_stale(self, error: StalePlanError) -> None:
         with self._lock:
             self._counters.stale_detected += 1
-        self._announcer.note("stale", self._device.name, message)
-        return error(message)
-
-    def _stale_field(
-        self, record: GraphRecord, read: Read, field: str, found: object, wanted: object
-    ) -> StalePlanError:
-        return self._stale(
-            f"{record} may not be replayed: its plan {read} has {field}: found {found}, wanted {wanted}. Call plan_for "
-            "for the step that is replayed, with the captured length buffer and rows, right before guard()."
-        )
+        self._announcer.note("stale", self._device.name, str(error))

@@ -37,17 +37,35 @@ def _hold(owner: object) -> int | Callable[[], object] | None:
 
 
 class Mark:
-    """Whose lengths are in a table set. Immutable; two marks are the same only if they are one object.
+    """Whose lengths are in a table set. Two marks are the same only if they are one object.
 
     owner: how the step's owner is held. step: the Step itself, weakly, for steps without an owner.
     revision, rows, address, version: of the step and its length tensor.
     capture_id: the capture whose replay writes the tables, 0 for eager tables.
     lens: the length tensor itself, held, so that its address stays taken while the mark speaks of it.
+
+    Those are its identity, which never changes. Beside it stands what became of it. epoch: how many replays the
+    manager had accepted when it was made. consumers: captures whose graph was let replay on it. eager_views: a bit for
+    each site of the plan (`Slot.view`) that an eager decode used it for.
     """
 
-    __slots__ = ("address", "capture_id", "lens", "owner", "revision", "rows", "step", "version")
+    __slots__ = (
+        "address",
+        "capture_id",
+        "consumers",
+        "eager_views",
+        "epoch",
+        "lens",
+        "owner",
+        "revision",
+        "rows",
+        "step",
+        "version",
+    )
 
-    def __init__(self, step: Step, lens: Any, rows: int, address: int, version: int | None, capture_id: int) -> None:
+    def __init__(
+        self, step: Step, lens: Any, rows: int, address: int, version: int | None, capture_id: int, epoch: int = 0
+    ) -> None:
         self.owner = _hold(step.owner)
         self.step = weakref.ref(step)
         self.revision = step.revision
@@ -56,6 +74,9 @@ class Mark:
         self.address = address
         self.version = version
         self.capture_id = capture_id
+        self.epoch = epoch
+        self.consumers: tuple[int, ...] = ()
+        self.eager_views = 0
 
     def is_owned_by(self, owner: object) -> bool:
         """Same owner: an int by value, everything else by identity, None never."""
@@ -67,7 +88,7 @@ class Mark:
         return held() is owner
 
     def difference(self, step: Step, rows: int, address: int, version: int | None) -> tuple[str, object, object] | None:
-        """First field in which the lengths marked here are not those of `step`: (field, found, wanted), or None.
+        """First field in which the lengths marked here are not those of `step`, as (field, the mark's, the step's).
 
         A step without an owner is only ever the same as itself, as the same Step object.
         """
@@ -90,10 +111,22 @@ class Mark:
         held = self.owner
         return held if held is None or isinstance(held, int) else held()
 
+    def allows_skip(self, epoch: int) -> bool:
+        """Whether a plan_for of the same step may skip its refresh, by the number of accepted replays.
+
+        A replay is where a step ends: lengths may be written behind it in ways that nothing shows, and an owner that
+        lives for ever looks like the same step. What a capture records is a step of its own.
+        """
+        return bool(self.capture_id) or self.epoch == epoch
+
     def retire(self) -> None:
         """The tables hold other lengths now: an owner that had to be held strongly is let go."""
         if type(self.owner) is _Held:
             self.owner.let_go()
+
+
+#: Dummy steps empty the tables that a graph does not refresh itself; this mark says so. It is nobody's step.
+EMPTY = Mark(Step(None), None, 0, 0, None, 0)
 
 
 def describe_owner(owner: object) -> str:
@@ -217,6 +250,7 @@ class StepPlan:
         "class_rows",
         "item",
         "mark",
+        "max_tokens",
         "parts",
         "reason",
         "route",
@@ -238,6 +272,7 @@ class StepPlan:
         captured: bool,
         parts: tuple[StepPlan, ...] = (),
         whole: Mark | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         self.slot = slot
         self.site: str = slot.site
@@ -248,6 +283,7 @@ class StepPlan:
         self.mark = mark
         self.item = item
         self.parts = parts  #: rows beyond the ladder: one StepPlan of the top class per chunk
+        self.max_tokens = max_tokens  #: the step's; block tables must have the columns for it
         self.whole = whole  #: of a part: the mark of the step that it is a part of, which is what guard is given
         self.class_rows: int | None = parts[0].class_rows if parts else item.class_rows if item is not None else None
         self.captured = captured
@@ -303,6 +339,7 @@ class OffPlan:
     mark = None
     captured = False
     parts = ()
+    max_tokens = None
 
     def __init__(self, slot: Any, context_lens: Any) -> None:
         self.slot = slot

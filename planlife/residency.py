@@ -68,17 +68,12 @@ class Residency:
         A failure at any point leaves every item as it was; evicted ones come back without their content.
         Raises NoRoomError, CompileError.
         """
-        items: list[Item] = [item for item in (plan, arena) if not item.is_resident]
+        items = _missing(plan, arena)
         names = " and ".join(map(str, items))
         need_bytes = sum(item.num_bytes for item in items)
         victims = self.store.choose_victims(need_bytes, keep=(plan, arena))
         if victims is None:
-            raise NoRoomError(
-                "no room in the budget",
-                f"no room for {names}: it needs {need_bytes:,} bytes of a {self.ledger.budget_bytes:,} byte "
-                f"budget, of which {self.store.pinned_bytes:,} bytes are pinned by {self.num_pinning_graphs} "
-                f"graph{'s' * (self.num_pinning_graphs != 1)}. Release a graph or raise budget_bytes.",
-            )
+            raise self._no_room(names, need_bytes)
         is_new = plan.state is State.ABSENT
         order = list(self.store)
         tombstone = self.tombstone(f"evicted to make room for {plan} ({for_whom})")
@@ -118,9 +113,25 @@ class Residency:
         if is_new:
             self._count_mint(plan)
 
+    def why_no_room(self, plan: Plan, arena: Arena) -> NoRoomError | None:
+        """What `materialise` would raise for want of room in the budget, None where there is some. Changes nothing."""
+        items = _missing(plan, arena)
+        need_bytes = sum(item.num_bytes for item in items)
+        if self.store.has_room(need_bytes, keep=(plan, arena)):
+            return None
+        return self._no_room(" and ".join(map(str, items)), need_bytes)
+
+    def _no_room(self, names: str, need_bytes: int) -> NoRoomError:
+        return NoRoomError(
+            "no room in the budget",
+            f"no room for {names}: it needs {need_bytes:,} bytes of a {self.ledger.budget_bytes:,} byte "
+            f"budget, of which {self.store.pinned_bytes:,} bytes are pinned by {self.num_pinning_graphs} "
+            f"graph{'s' * (self.num_pinning_graphs != 1)}. Release a graph or raise budget_bytes.",
+        )
+
     def mint_what_fits(self, plan: Plan, arena: Arena) -> None:
         """Compile, and allocate only if nothing has to go for it. Raises NoRoomError, CompileError."""
-        need_bytes = sum(item.num_bytes for item in (plan, arena) if not item.is_resident)
+        need_bytes = sum(item.num_bytes for item in _missing(plan, arena))
         if need_bytes <= self.ledger.room_bytes:
             self.materialise(plan, arena, "warm", in_phase=True)
         elif plan.state is State.ABSENT:
@@ -216,3 +227,8 @@ class Residency:
     def _count_eviction(self, item: Item, reason: str) -> None:
         self._counters.evictions += 1
         self._announcer.note("evict", item, reason, num_bytes=item.num_bytes)
+
+
+def _missing(plan: Plan, arena: Arena) -> list[Item]:
+    """Of the two buffers of a call those that are not there."""
+    return [item for item in (plan, arena) if not item.is_resident]

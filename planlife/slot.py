@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from .call_check import CallChecker
 from .ladder import CapacityLadder
 from .plan import Arena, Plan, StepPlan
 from .spec import PlanSpec, Step
-
-
-class Why(NamedTuple):
-    """Why a step is not planned. code: without the numbers of the case, so that each kind is logged once."""
-
-    code: str
-    text: str
-    may_pass: bool = False  #: memory may be there at the next call: the same step may ask again
 
 
 class Slot:
@@ -27,7 +17,19 @@ class Slot:
     where an engine runs with garbage collection off.
     """
 
-    __slots__ = ("arena", "checker", "ladder", "plans", "refusal", "site", "spec", "token", "ubatch", "view")
+    __slots__ = (
+        "arena",
+        "checker",
+        "ladder",
+        "plans",
+        "refusal",
+        "site",
+        "spec",
+        "token",
+        "ubatch",
+        "view",
+        "view_bit",
+    )
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class Slot:
         self.checker = checker
         self.plans = plans
         self.view = view
+        self.view_bit = 1 << view
         self.arena = arena
         self.refusal = refusal  #: why the backend can never serve this site, "" if it can
 

@@ -159,16 +159,18 @@ class Step:
 
     context_lens: int32[rows], on the manager's device, contiguous; tokens per row, MTP tokens included, 0 = empty.
     site: which PlanSpec of the manager.
-    owner: the engine's per-step object. Compared by identity (a plain int by value), never with ==. None:
-        always refresh (R13).
-    revision: raised by a draft pass that advances the lengths in place (R12).
-    ubatch: micro-batch index, 0 <= ubatch < manager's ubatches (R11).
-    dummy: an idle rank's or padding step: touches no plan, output is zeros (R15). Zero rows mean the same.
+    owner: an object, or a number, that is new for each step: the engine's metadata of this step, or a step counter.
+        Compared by identity (a plain int by value), never with ==. None: always refresh.
+    revision: raised by a draft pass that advances the lengths in place.
+    ubatch: micro-batch index, 0 <= ubatch < manager's ubatches.
+    dummy: an idle rank's or padding step: touches no plan, output is zeros. Zero rows mean the same.
+    max_tokens: the longest of these lengths, where the engine knows it on the host. Checked against
+        `max_context_tokens` and against the columns of the block tables before anything is launched; None: unchecked.
 
     Raises nothing: the manager checks, so that its message can name what it was configured with.
     """
 
-    __slots__ = ("__weakref__", "context_lens", "dummy", "key", "owner", "revision", "site", "ubatch")
+    __slots__ = ("__weakref__", "context_lens", "dummy", "key", "max_tokens", "owner", "revision", "site", "ubatch")
 
     context_lens: Any
     site: str
@@ -176,6 +178,7 @@ class Step:
     revision: int
     ubatch: int
     dummy: bool
+    max_tokens: int | None
     #: What plan_for looks up. A bool equals an int as a dict key and in a comparison of marks, so a step with a field
     #: of the wrong type gets a key that nobody has.
     key: tuple[object, object]
@@ -189,6 +192,7 @@ class Step:
         revision: int = 0,
         ubatch: int = 0,
         dummy: bool = False,
+        max_tokens: int | None = None,
     ) -> None:
         _set_lens(self, context_lens)
         _set_site(self, site)
@@ -196,7 +200,9 @@ class Step:
         _set_revision(self, revision)
         _set_ubatch(self, ubatch)
         _set_dummy(self, dummy)
+        _set_max_tokens(self, max_tokens)
         is_right = type(site) is str and type(ubatch) is int and type(revision) is int and type(dummy) is bool
+        is_right = is_right and (max_tokens is None or (type(max_tokens) is int and max_tokens >= 0))
         _set_key(self, (site, ubatch) if is_right else _NO_KEY)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -216,4 +222,5 @@ _set_owner = vars(Step)["owner"].__set__
 _set_revision = vars(Step)["revision"].__set__
 _set_ubatch = vars(Step)["ubatch"].__set__
 _set_dummy = vars(Step)["dummy"].__set__
+_set_max_tokens = vars(Step)["max_tokens"].__set__
 _set_key = vars(Step)["key"].__set__

@@ -37,6 +37,7 @@ class Store:
         # Keeps the order only; the byte rule is the ledger's, since pinned items count there and not here.
         self._evictable: LRUCache[ItemKey, Item] = LRUCache(maxsize=inf)
         self._pinned: dict[ItemKey, Item] = {}
+        self._evictable_bytes = 0
         self.tombstones: dict[ItemKey, Tombstone] = {}
 
     def __iter__(self) -> Iterator[Item]:
@@ -50,6 +51,11 @@ class Store:
     def touch(self, item: Item) -> None:
         """`item` was just used."""
         self._evictable.get(item.key)
+
+    def has_room(self, need_bytes: int, keep: Collection[Item] = ()) -> bool:
+        """Whether `need_bytes` fit, if all is evicted that is neither pinned nor in `keep`. Looks at no other item."""
+        kept_bytes = sum(item.num_bytes for item in keep if item.key in self._evictable)
+        return need_bytes <= self._ledger.room_bytes + self._evictable_bytes - kept_bytes
 
     def choose_victims(self, need_bytes: int, keep: Collection[Item] = ()) -> list[Item] | None:
         """The oldest items whose eviction makes room for `need_bytes`; None if pins (and `keep`) leave none.
@@ -74,7 +80,7 @@ class Store:
         item.attach(buffer, content, stream)
         self._ledger.charge(item.num_bytes)
         item.move(State.RESIDENT)
-        self._evictable[item.key] = item
+        self._admit(item)
         self.tombstones.pop(item.key, None)
 
     def reorder(self, items: list[Item]) -> None:
@@ -86,7 +92,7 @@ class Store:
     def evict(self, item: Item, tombstone: Tombstone) -> None:
         """Free the buffer of a resident item that no graph pins."""
         item.move(State.EVICTED)
-        del self._evictable[item.key]
+        self._withdraw(item)
         self._ledger.credit(item.num_bytes)
         self.tombstones[item.key] = tombstone
         self._free(item.detach(), item.stream)
@@ -95,7 +101,7 @@ class Store:
         """One more graph reads `item`."""
         if item.num_pins == 0:
             item.move(State.PINNED)
-            self._pinned[item.key] = self._evictable.pop(item.key)
+            self._pinned[item.key] = self._withdraw(item)
         item.num_pins += 1
 
     def unpin(self, item: Item) -> None:
@@ -103,7 +109,15 @@ class Store:
         item.num_pins -= 1
         if item.num_pins == 0:
             item.move(State.RESIDENT)
-            self._evictable[item.key] = self._pinned.pop(item.key)
+            self._admit(self._pinned.pop(item.key))
+
+    def _admit(self, item: Item) -> None:
+        self._evictable[item.key] = item
+        self._evictable_bytes += item.num_bytes
+
+    def _withdraw(self, item: Item) -> Item:
+        self._evictable_bytes -= item.num_bytes
+        return self._evictable.pop(item.key)
 
     def _by_age(self) -> list[Item]:
         """Oldest first. cachetools shows its order only by giving items up, so they are put back in that order."""

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 
 from .device import Device, ReleaseQueue, require_device
-from .emulated_graph import EmulatedGraph, current_capture_id, record, unrecorded, watch_current_capture
+from .emulated_graph import (
+    EmulatedGraph,
+    current_capture_id,
+    last_capture_id,
+    record,
+    unrecorded,
+    watch_current_capture,
+)
 from .errors import ConfigError, MintError
 from .kernels.torch_write import overwrite
 from .spec import check_int
@@ -88,10 +95,12 @@ class CpuDevice(TorchDevice):
     """planlife.device.Device on a CPU, with emulated graphs.
 
     num_compute_units: the planner's CU count, which a CPU does not have.
+    tells_captures: False: no graph object tells which capture it holds, as on a GPU.
     """
 
-    def __init__(self, num_compute_units: int = 256) -> None:
+    def __init__(self, num_compute_units: int = 256, *, tells_captures: bool = True) -> None:
         super().__init__(torch.device("cpu"))
+        self._tells_captures = tells_captures
         self.num_compute_units = check_int("num_compute_units", num_compute_units, at_least=1)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
@@ -152,8 +161,14 @@ class CpuDevice(TorchDevice):
         return record(graph, **options)
 
     def capture_of(self, graph: EmulatedGraph) -> int | None:
-        """Id of the capture that `graph` holds, 0 if it holds none."""
-        return graph.capture_id
+        """Id of the capture that `graph` holds, 0 if it holds none; None for the id with tells_captures=False."""
+        if self._tells_captures:
+            return graph.capture_id
+        return None if graph.holds_capture else 0
+
+    def may_be_last_capture(self, capture_id: int) -> bool:
+        """Whether it is the last of this process."""
+        return capture_id == last_capture_id()
 
     def reset(self, graph: EmulatedGraph) -> None:
         """Empty `graph`."""

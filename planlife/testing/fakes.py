@@ -263,7 +263,7 @@ class FakeDevice:
         self.log: list[tuple[str, int, int]] = []
         self.executed: list[str] = []
         self._next_address = 1 << 20
-        self._capture_ids = count(1)
+        self._last_capture_id = 0
         self._clock = count(1)
         self._waits: dict[tuple[int, int], int] = {}  # (waiting stream, stream it waited for) -> when
         self._recording = threading.local()
@@ -395,7 +395,8 @@ class FakeDevice:
             raise RuntimeError("this thread records already")
         if graph.captured:
             raise RuntimeError("the graph holds a capture: reset it first")
-        self._recording.graph = (graph, next(self._capture_ids))
+        self._last_capture_id += 1
+        self._recording.graph = (graph, self._last_capture_id)
         try:
             yield graph
         except BaseException:
@@ -408,6 +409,9 @@ class FakeDevice:
 
     def capture_of(self, graph: FakeGraph) -> int | None:
         return graph.capture_id
+
+    def may_be_last_capture(self, capture_id: int) -> bool:
+        return capture_id == self._last_capture_id
 
     def reset(self, graph: FakeGraph) -> None:
         graph.reset()

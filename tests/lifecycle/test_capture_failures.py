@@ -243,9 +243,8 @@ def test_a_graph_that_the_engine_captured_is_not_lost_to_a_refused_capture() -> 
         lambda manager: manager.capture_phase().__enter__(),
         lambda manager: manager.warm(),
         lambda manager: manager.close(),
-        lambda manager: manager.adopt(object()),
     ],
-    ids=["capture_phase", "warm", "close", "adopt"],
+    ids=["capture_phase", "warm", "close"],
 )
 def test_what_cannot_be_recorded_is_refused_and_the_capture_goes_on(call: Callable[[PlanManager], object]) -> None:
     world = World(warm=True)

@@ -548,7 +548,7 @@ def test_a_pinned_plan_survives_trim_and_a_replay_after_invalidate_is_right_or_r
     world.manager.invalidate()
     if style == BEFORE_REPLAY:
         with pytest.raises(StalePlanError, match="no known lengths"):
-            world.manager.replay(graph, step)
+            world.manager.guard(graph, step)
     world.assert_right(world.replay(graph, step, style), world.expected())
 
 
@@ -592,18 +592,20 @@ def test_a_phase_may_be_opened_again_in_service_after_evictions(style: str) -> N
 
 
 @both_styles
-def test_an_engines_own_capture_pins_at_once_and_is_guarded_once_adopted(style: str) -> None:
+@pytest.mark.parametrize("adopted", ["before it touches a plan", "after it touched one"])
+def test_an_engines_own_capture_pins_at_once_and_is_guarded_once_adopted(style: str, adopted: str) -> None:
     world = World(warm=True)
     world.set_lens(CAPTURE_LENS)
     step = world.step()
     plan = world.manager.plan_for(step) if style == BEFORE_REPLAY else None
     graph = world.new_graph()
     with world.record(graph):
+        if adopted == "before it touches a plan":
+            world.manager.adopt(graph)
         world.decode(plan or world.manager.plan_for(step))
+        if adopted == "after it touched one":
+            world.manager.adopt(graph)
     assert pins(world.manager) == {"default/8/ub0": 1, "scratch/main/ub0": 1}
-    with pytest.raises(RouteError, match="not adopted"):
-        world.manager.guard(graph, step)
-    world.manager.adopt(graph)
     world.manager.adopt(graph)  # again: nothing changes
     for _ in range(3):
         world.set_lens(world.random_lens(8))
@@ -646,7 +648,7 @@ def test_two_managers_may_share_a_device_and_a_capture(style: str) -> None:
     with first.graph() as graph:
         for world, step, plan in zip(worlds, steps, plans, strict=True):
             world.decode(plan if style == BEFORE_REPLAY else world.manager.plan_for(step))
-    second.adopt(graph)
+        second.adopt(graph)
     for world in worlds:
         assert pins(world.manager) == {"default/8/ub0": 1, "scratch/main/ub0": 1}
     for _ in range(3):
@@ -680,33 +682,6 @@ def test_adopting_nothing_is_refused() -> None:
         world.manager.adopt(failed)
 
 
-def test_a_capture_that_touched_no_plan_is_adopted_without_the_pins_of_the_one_before() -> None:
-    """An engine adopts each of its graphs, those without attention too."""
-    world = World(warm=True)
-    world.set_lens(CAPTURE_LENS)
-    reads, other = world.new_graph(), world.new_graph()
-    with world.record(reads):
-        world.decode(world.manager.plan_for(world.step()))
-    with world.record(other):
-        world.query.add_(0)
-    pinned = pins(world.manager)
-    world.manager.adopt(other)
-    world.manager.replay(other)
-    world.manager.release(other)
-    assert pins(world.manager) == pinned
-    for _ in range(2):  # late as it is, and again
-        world.manager.adopt(reads)
-        assert pins(world.manager) == pinned
-    world.assert_right(world.replay(reads, world.step()), world.expected())
-
-    world.manager.release(reads)
-    assert not pins(world.manager)
-    with pytest.raises(RouteError, match="its pins were released"):
-        world.manager.adopt(reads)
-    with pytest.raises(RouteError, match="holds no pins here"):
-        world.manager.guard(reads, world.step())
-
-
 @pytest.mark.parametrize("recorded_by", ["manager", "engine"])
 def test_a_recorded_refresh_that_no_recorded_decode_reads_is_reported_once(recorded_by: str) -> None:
     """C32: the graph looks planned, and its layers run something else."""
@@ -721,6 +696,7 @@ def test_a_recorded_refresh_that_no_recorded_decode_reads_is_reported_once(recor
         else:
             g = world.new_graph()
             with world.record(g):
+                world.manager.adopt(g)
                 body()
         world.manager.adopt(g)
         return g

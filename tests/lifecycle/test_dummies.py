@@ -105,7 +105,7 @@ def test_replaying_a_before_replay_graph_for_a_dummy_reads_nothing_and_the_next_
                 world.manager.plan_for(dummy)
             world.manager.replay(graph, dummy)
             assert (world.output == 0).all()
-        assert world.counters()["refreshes"] == before + 1  # emptied once
+        assert world.counters()["refreshes"] == before + 2  # each time: a sleep may have overwritten them
         world.tables.copy_(tables)
         world.key_cache.copy_(caches[0]), world.value_cache.copy_(caches[1])
 

@@ -20,7 +20,7 @@ import torch
 from planlife import CapacityLadder, PlanManager, PlanSpec, Step, StepPlan
 from planlife.backends.torch_backend import TorchBackend
 from planlife.testing import LAYOUTS, EmulatedGraph, lay_out, record, reference_decode, row_errors
-from planlife.torch_device import resolve_device
+from planlife.torch_device import CpuDevice, resolve_device
 
 DEVICE = "cpu"  #: where worlds are made that are not told
 NUM_PAGES, PAGE, MAX_PAGES = 160, 16, 40
@@ -165,7 +165,9 @@ class World:
         self.generator = torch.Generator().manual_seed(seed)
         self.sites = sites or {"default": kind.spec()}
         self.spec: PlanSpec = next(iter(self.sites.values()))
-        options: dict[str, Any] = {"ladder": CapacityLadder.powers_of_two(rows), "device": device}
+        # As on a GPU, no graph object tells which capture it holds.
+        manager_device = CpuDevice(tells_captures=False) if device == "cpu" else device
+        options: dict[str, Any] = {"ladder": CapacityLadder.powers_of_two(rows), "device": manager_device}
         options.update({"backend": self.backend, **manager_options})
         self.manager = PlanManager(self.sites, **options)
         self.rows = rows

@@ -229,8 +229,10 @@ def test_one_before_replay_graph_may_read_the_plan_for_both_sites_of_one_step() 
         world.manager.replay(both.g, draft, target)
         both.assert_decoded(lens)
     world.manager.plan_for(step_of(target, "draft", revision=1))
-    with pytest.raises(StalePlanError, match="revision: found 1, wanted 0"):
-        world.manager.replay(both.g, draft, target)
+    with pytest.raises(StalePlanError, match="revision: found 0 .* wanted 1 "):
+        world.manager.guard(both.g, draft, target)
+    with pytest.raises(StalePlanError, match="two steps of this replay need different lengths .* revision: found 1"):
+        world.manager.replay(both.g, target, step_of(target, "draft", revision=1))
 
 
 def test_one_before_replay_graph_may_not_read_the_plan_for_two_steps() -> None:
@@ -401,7 +403,7 @@ def test_what_a_graph_refreshes_besides_does_not_pass_for_what_it_reads(what: st
         later[1] = step_of(later[0], refreshed.site)
     steps = list(dict.fromkeys(later))
     with pytest.raises(StalePlanError, match="mark|owner|refreshing capture"):
-        world.manager.replay(second, *steps)
+        world.manager.guard(second, *steps)
     if first is None:
         world.manager.plan_for(later[0])
     else:
