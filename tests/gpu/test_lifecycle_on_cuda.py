@@ -6,8 +6,10 @@ from dataclasses import replace
 
 from planlife import PlanSpec
 
+from ..lifecycle.test_adopt import *  # noqa: F403
 from ..lifecycle.test_capture_failures import *  # noqa: F403
 from ..lifecycle.test_capture_styles import *  # noqa: F403
+from ..lifecycle.test_consumed_marks import *  # noqa: F403
 from ..lifecycle.test_drafts import *  # noqa: F403
 from ..lifecycle.test_dummies import *  # noqa: F403
 from ..lifecycle.test_guard import *  # noqa: F403

@@ -19,6 +19,7 @@ import torch
 
 from planlife import CapacityLadder, PlanManager, PlanSpec, Step, StepPlan
 from planlife.backends.torch_backend import TorchBackend
+from planlife.emulated_graph import current_stream
 from planlife.testing import LAYOUTS, EmulatedGraph, lay_out, record, reference_decode, row_errors
 from planlife.torch_device import CpuDevice, resolve_device
 
@@ -157,6 +158,7 @@ class World:
         seed: int = 0,
         sites: Any = None,
         device: str | None = None,
+        device_object: Any = None,
         warm: bool = False,
         **manager_options: Any,
     ) -> None:
@@ -166,7 +168,7 @@ class World:
         self.sites = sites or {"default": kind.spec()}
         self.spec: PlanSpec = next(iter(self.sites.values()))
         # As on a GPU, no graph object tells which capture it holds.
-        manager_device = CpuDevice(tells_captures=False) if device == "cpu" else device
+        manager_device = device_object or (CpuDevice(tells_captures=False) if device == "cpu" else device)
         options: dict[str, Any] = {"ladder": CapacityLadder.powers_of_two(rows), "device": manager_device}
         options.update({"backend": self.backend, **manager_options})
         self.manager = PlanManager(self.sites, **options)
@@ -275,6 +277,14 @@ class World:
     def record(self, g: Any, **options: Any) -> AbstractContextManager[Any]:
         """A capture that the engine opens itself, past the manager."""
         return record(g, **options) if self.device == "cpu" else _record_cuda(g, **options)
+
+    def current_stream(self) -> Any:
+        """This thread's, to hand to another one."""
+        return current_stream() if self.device == "cpu" else torch.cuda.current_stream()
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """What this thread launches in the body goes to `stream`."""
+        return stream if self.device == "cpu" else torch.cuda.stream(stream)  # type: ignore[no-any-return]
 
     def is_empty(self, g: Any) -> bool:
         """Whether a graph holds nothing to replay."""
