@@ -215,8 +215,9 @@ def stale_eager(record: GraphRecord, matches: Iterable[Match]) -> list[tuple[Pla
             or found_mark is EMPTY
             or given.difference(found_mark) is not None
             or record.capture_id in found_mark.consumers
-            # An eager decode of this site had it first: the step may have ended with that, whatever the owner says.
-            or (not found_mark.consumers and found_mark.eager_views & given.slot.view_bit)
+            or found_mark is read.mark  # of the step that was recorded, which ended with that
+            # An eager decode had it before any graph: the step may have ended with that, whatever the owner says.
+            or (found_mark.is_used_eagerly and not found_mark.consumers)
         ):
             stale[plan] = given
     return list(stale.items())

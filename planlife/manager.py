@@ -118,8 +118,9 @@ class PlanManager:
         #: By (site, class): why the backend could not compile it, where the fallback takes its steps instead.
         self._refused_classes: dict[tuple[str, int], str] = {}
         self._rules = Rules(self._backend, self._fallback is not None, on_miss, self._residency, self._refused_classes)
-        #: Replays that were accepted so far. A plan_for skips only what was planned since the last of them.
-        self._num_replays = 0
+        #: Steps whose end was seen so far: replays that were accepted, and eager tables that a recording read. A
+        #: plan_for skips only what was planned since the last of them.
+        self._epoch = 0
 
         self._lock = threading.RLock()
         self._num_phases = 0
@@ -350,7 +351,7 @@ class PlanManager:
                         if (
                             (pair.in_graph if capture_id else pair.eager).mark is mark
                             and mark.capture_id == capture_id
-                            and (capture_id or mark.epoch == self._num_replays)
+                            and (capture_id or mark.epoch == self._epoch)
                             and last.max_tokens == step.max_tokens
                             and mark.is_owned_by(step.owner)
                             and (mark.version is None or mark.version == lens._version)
@@ -451,7 +452,7 @@ class PlanManager:
                     self._decode_settled(plan, call)  # type: ignore[arg-type]
                     return output
                 tables = pair.eager
-                tables.mark.eager_views |= slot.view_bit  # type: ignore[union-attr]
+                plan.mark.is_used_eagerly = True  # type: ignore[union-attr]
                 if self._flags is not None:
                     self._sanitize_tables(tables, plan.mark, slot.spec, block_tables)  # type: ignore[arg-type]
                 segments = tables.views[slot.view]
@@ -482,7 +483,7 @@ class PlanManager:
         try:
             slot, (rows, address, version) = self._inspect(step)
             capture_id = self._capture_id()
-            mark = Mark(step, step.context_lens, rows, address, version, capture_id, self._num_replays)
+            mark = Mark(step, step.context_lens, rows, address, version, capture_id, self._epoch)
             if step.dummy or rows == 0:
                 decision = self._decide(slot, step, rows, recording=bool(capture_id))
                 if decision.error is not None:
@@ -495,7 +496,7 @@ class PlanManager:
                 known is not None
                 and known.max_tokens == step.max_tokens
                 and known.mark.capture_id == capture_id
-                and known.mark.allows_skip(self._num_replays)
+                and known.mark.allows_skip(self._epoch)
                 and known.mark.difference(step, rows, address, version) is None
             ):
                 return known  # decided once per step, also against us
@@ -603,7 +604,7 @@ class PlanManager:
     def _is_same(self, found: Mark, step: Step, mark: Mark) -> bool:
         return (
             found.capture_id == mark.capture_id
-            and found.allows_skip(self._num_replays)
+            and found.allows_skip(self._epoch)
             and found.is_owned_by(step.owner)
             and found.difference(step, mark.rows, mark.address, mark.version) is None
         )
@@ -708,7 +709,7 @@ class PlanManager:
             return
         slot = plan.slot
         tables, scratch = self._settle(plan)
-        plan.mark.eager_views |= slot.view_bit
+        plan.mark.is_used_eagerly = True
         if self._flags is not None:
             self._sanitize_tables(tables, plan.mark, slot.spec, call[4])
         for arguments in self._segment_calls(slot.spec.query_length, tables.views[slot.view], scratch, call):
@@ -740,6 +741,7 @@ class PlanManager:
             raise
         finally:
             with self._lock:
+                self._epoch += not plan.captured
                 if refreshed or decoded_tokens is not None:
                     self._graphs.note_read(capture_id, plan, refreshed=refreshed, decoded_tokens=decoded_tokens)
                 else:
@@ -1166,7 +1168,7 @@ class PlanManager:
                 else:
                     tables.set_mark(None)  # several refreshes, or zeros: whose lengths are the last is not known here
         with self._lock:
-            self._num_replays += 1
+            self._epoch += 1
 
     def _empty(self, record: GraphRecord, one: Match, emptied: set[Tables]) -> None:
         """A dummy step must read nothing through its block tables, whatever is in the buffers that the graph reads.
@@ -1200,7 +1202,7 @@ class PlanManager:
                     with self._lock:
                         self._order(plan)
                     assert plan.pair is not None, "a pinned plan lost its buffer"
-                    mark = given.mark(0, self._num_replays)
+                    mark = given.mark(0, self._epoch)
                     self._refresh(plan.pair.eager, mark)
             check_planned(record, matches)  # another thread may have planned meanwhile
             self._accept(record, matches)

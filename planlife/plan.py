@@ -44,17 +44,17 @@ class Mark:
     capture_id: the capture whose replay writes the tables, 0 for eager tables.
     lens: the length tensor itself, held, so that its address stays taken while the mark speaks of it.
 
-    Those are its identity, which never changes. Beside it stands what became of it. epoch: how many replays the
-    manager had accepted when it was made. consumers: captures whose graph was let replay on it. eager_views: a bit for
-    each site of the plan (`Slot.view`) that an eager decode used it for.
+    Those are its identity, which never changes. Beside it stands what became of it. epoch: how many ends of steps the
+    manager had seen when it was made. consumers: captures whose graph was let replay on it. is_used_eagerly: an eager
+    decode went by it.
     """
 
     __slots__ = (
         "address",
         "capture_id",
         "consumers",
-        "eager_views",
         "epoch",
+        "is_used_eagerly",
         "lens",
         "owner",
         "revision",
@@ -76,7 +76,7 @@ class Mark:
         self.capture_id = capture_id
         self.epoch = epoch
         self.consumers: tuple[int, ...] = ()
-        self.eager_views = 0
+        self.is_used_eagerly = False
 
     def is_owned_by(self, owner: object) -> bool:
         """Same owner: an int by value, everything else by identity, None never."""
@@ -112,10 +112,10 @@ class Mark:
         return held if held is None or isinstance(held, int) else held()
 
     def allows_skip(self, epoch: int) -> bool:
-        """Whether a plan_for of the same step may skip its refresh, by the number of accepted replays.
+        """Whether a plan_for of the same step may skip its refresh, by the ends of steps seen so far.
 
-        A replay is where a step ends: lengths may be written behind it in ways that nothing shows, and an owner that
-        lives for ever looks like the same step. What a capture records is a step of its own.
+        A step ends with its replay, or with its recording: lengths may be written behind it in ways that nothing shows,
+        and an owner that lives for ever looks like the same step. What a capture refreshes is a step of its own.
         """
         return bool(self.capture_id) or self.epoch == epoch
 

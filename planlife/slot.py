@@ -17,19 +17,7 @@ class Slot:
     where an engine runs with garbage collection off.
     """
 
-    __slots__ = (
-        "arena",
-        "checker",
-        "ladder",
-        "plans",
-        "refusal",
-        "site",
-        "spec",
-        "token",
-        "ubatch",
-        "view",
-        "view_bit",
-    )
+    __slots__ = ("arena", "checker", "ladder", "plans", "refusal", "site", "spec", "token", "ubatch", "view")
 
     def __init__(
         self,
@@ -52,7 +40,6 @@ class Slot:
         self.checker = checker
         self.plans = plans
         self.view = view
-        self.view_bit = 1 << view
         self.arena = arena
         self.refusal = refusal  #: why the backend can never serve this site, "" if it can
 

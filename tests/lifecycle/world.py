@@ -200,8 +200,9 @@ class World:
         """Write lengths into the persistent buffer, zeros behind them, and give each row fresh random pages."""
         into = self.lens if into is None else into
         tables = self.tables if tables is None else tables
-        into.zero_()
-        into[: len(lens)] = torch.tensor(lens, dtype=torch.int32, device=self.device)
+        with torch.inference_mode(into.is_inference()):
+            into.zero_()
+            into[: len(lens)] = torch.tensor(lens, dtype=torch.int32, device=self.device)
         tables.fill_(-1)
         for row, length in enumerate(lens):
             num_pages = min(-(-length // PAGE), tables.shape[1])
