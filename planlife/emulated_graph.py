@@ -55,12 +55,69 @@ _HOST_READS: dict[Any, str] = {
 
 _capture_ids = itertools.count(1)
 _num_recording = 0
+#: Guards the count, and which capture a stream records.
 _num_recording_lock = threading.Lock()
 
 
+class EmulatedStream:
+    """What the threads of one capture share; for EmulatedGraph what a torch.cuda.Stream is.
+
+    `with stream:` makes it the current stream of this thread, as `torch.cuda.stream(stream)` does: what the thread
+    launches inside is recorded into the capture that the stream records, on whichever thread that was opened, and runs
+    at once while the stream records none. So a thread that is still inside when the capture ends launches eagerly from
+    then on. Streams order nothing: what is not recorded is done by the time the call returns. A thread that records one
+    capture cannot join another: RuntimeError.
+    """
+
+    def __init__(self) -> None:
+        self._recorder: _Recorder | None = None
+
+    @property
+    def capture_id(self) -> int:
+        """Id of the capture that this stream records, 0 when it records none."""
+        recorder = self._recorder
+        return 0 if recorder is None else recorder.capture_id
+
+    def __enter__(self) -> EmulatedStream:
+        recorder, own = self._recorder, _thread.recorder_of_any_stream()
+        if recorder is not None and own is not None and own is not recorder:
+            raise _nested(own)
+        if len(_thread.streams) == 1:
+            _thread.modes = [mode() for mode in (_HostReadGuard, _OpTap)]
+            for mode in _thread.modes:
+                mode.__enter__()
+        _thread.streams.append(self)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        _thread.streams.pop()
+        if len(_thread.streams) == 1:
+            for mode in reversed(_thread.modes):
+                mode.__exit__(None, None, None)
+
+
+#: Records nothing: where a thread launches that is in no stream.
+_default_stream = EmulatedStream()
+
+
 class _ThreadState(threading.local):
-    recorder: _Recorder | None = None
-    capture_id: int = 0
+    """The streams that this thread entered, the current one last; whether `unrecorded`; the capture it opened."""
+
+    def __init__(self) -> None:
+        self.streams = [_default_stream]
+        #: Modes belong to one thread each; all of them hand what they see to the recorder of the current stream.
+        self.modes: list[Any] = []
+        self.is_unrecorded = False
+        self.opened: _Recorder | None = None
+
+    def recorder(self) -> _Recorder | None:
+        """Who records what this thread launches now."""
+        return None if self.is_unrecorded else self.streams[-1]._recorder
+
+    def recorder_of_any_stream(self) -> _Recorder | None:
+        """The capture that this thread takes part in, through its current stream or one that it goes back to."""
+        recorders = (stream._recorder for stream in self.streams)
+        return next((recorder for recorder in recorders if recorder is not None), self.opened)
 
 
 _thread = _ThreadState()
@@ -71,7 +128,16 @@ def current_capture_id() -> int:
     # A thread-local costs several times a global: ask first whether anybody records at all.
     if not _num_recording:
         return 0
-    return _thread.capture_id
+    return _thread.streams[-1].capture_id
+
+
+def current_stream() -> EmulatedStream:
+    """The stream that this thread launches on, to hand to threads that are to join its capture.
+
+    As torch.cuda.current_stream(): inside `record` the stream that records, inside `with stream` that one, else a
+    default stream, which cannot record.
+    """
+    return _thread.streams[-1]
 
 
 def watch_current_capture(callback: Callable[[], object]) -> None:
@@ -82,7 +148,9 @@ def watch_current_capture(callback: Callable[[], object]) -> None:
 
     Raises RuntimeError if this thread records nothing.
     """
-    _require_recorder("watch_current_capture()").callbacks.append(callback)
+    recorder = _thread.recorder()
+    if recorder is None or not recorder.watch(callback):
+        raise RuntimeError("watch_current_capture() needs a capture, and this thread records none.")
 
 
 def launch(
@@ -96,11 +164,9 @@ def launch(
 
     Capture: recorded, not run. Syncs: no. Allocates: no.
     """
-    recorder = _thread.recorder if _num_recording else None
-    if recorder is None:
+    recorder = _thread.recorder() if _num_recording else None
+    if recorder is None or not recorder.record_launch(fn, args, (*reads, *writes)):
         fn(*args)
-    else:
-        recorder.record_launch(fn, args, (*reads, *writes))
 
 
 @contextmanager
@@ -109,32 +175,47 @@ def unrecorded() -> Iterator[None]:
 
     `current_capture_id()` does not change.
     """
-    recorder, _thread.recorder = _thread.recorder, None
+    was_unrecorded, _thread.is_unrecorded = _thread.is_unrecorded, True
     try:
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             yield
     finally:
-        _thread.recorder = recorder
+        _thread.is_unrecorded = was_unrecorded
 
 
 @contextmanager
 def record(
-    graph: EmulatedGraph, *, pool: object = None, stream: object = None, capture_error_mode: str = "global"
+    graph: EmulatedGraph,
+    *,
+    pool: object = None,
+    stream: EmulatedStream | None = None,
+    capture_error_mode: str = "global",
 ) -> Iterator[EmulatedGraph]:
-    """Record what the body launches on this thread into `graph`; for EmulatedGraph what torch.cuda.graph is.
+    """Record what the body launches into `graph`; for EmulatedGraph what torch.cuda.graph is.
 
-    A body that raises leaves `graph` empty. `stream` has no meaning on a CPU.
+    stream: records, and is the body's current stream; None makes one. What other threads launch inside `with stream`
+    is recorded too.
 
-    Raises RuntimeError if this thread records already, if `graph` owns a capture, or at the end if the body
-    swallowed the error of an op that CUDA refuses.
+    A body that raises leaves `graph` empty.
+
+    Raises RuntimeError if this thread or `stream` records already, for the default stream, if `graph` owns a capture,
+    or at the end if an op that CUDA refuses was called on any thread and its error did not leave the body. TypeError
+    for another kind of stream.
     """
-    graph.capture_begin(pool=pool, capture_error_mode=capture_error_mode)
-    try:
-        yield graph
-    except BaseException:
-        graph._abandon()
-        raise
-    graph.capture_end()
+    if stream is None:
+        stream = EmulatedStream()
+    elif not isinstance(stream, EmulatedStream):
+        raise TypeError(f"an EmulatedGraph is recorded on an EmulatedStream, got {type(stream).__name__}.")
+    elif stream is _default_stream:
+        raise RuntimeError("the default stream cannot record. Make one: EmulatedStream().")
+    with stream:
+        graph.capture_begin(pool=pool, capture_error_mode=capture_error_mode)
+        try:
+            yield graph
+        except BaseException:
+            graph._abandon()
+            raise
+        graph.capture_end()
 
 
 class EmulatedGraph:
@@ -165,29 +246,38 @@ class EmulatedGraph:
         return (0, self._capture_id)
 
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
-        """Start to record this thread's ops. Raises RuntimeError, see `record`."""
+        """Start to record on the current stream, or on a new one where that is the default.
+
+        Raises RuntimeError, see `record`.
+        """
         global _num_recording
         if capture_error_mode not in _CAPTURE_ERROR_MODES:
             raise RuntimeError(
                 f"capture_error_mode must be one of {', '.join(_CAPTURE_ERROR_MODES)}, got {capture_error_mode!r}."
             )
-        if _thread.recorder is not None:
-            raise RuntimeError(
-                f"this thread already records capture {_thread.capture_id}: captures do not nest. End that one first."
-            )
+        own = _thread.recorder_of_any_stream()
+        if own is not None:
+            raise _nested(own)
         if self._capture_id:
             raise RuntimeError(
                 f"this graph already owns capture {self._capture_id}. Call reset() on it, or use a new graph."
             )
-        recorder = _Recorder()
-        self._capture_id = next(_capture_ids)
+        stream = current_stream()
+        is_private = stream is _default_stream
+        if is_private:
+            stream = EmulatedStream()
+        recorder = _Recorder(next(_capture_ids), stream, is_private)
+        with _num_recording_lock:
+            if stream._recorder is not None:  # another thread was faster
+                raise _nested(stream._recorder)
+            stream._recorder = recorder
+            _num_recording += 1
+        self._capture_id = recorder.capture_id
         # The finaliser holds the list of callbacks and not the graph, or the graph could never be collected.
         self._fire = weakref.finalize(self, _fire_all, recorder.callbacks)
-        self._recorder = recorder
-        _thread.recorder, _thread.capture_id = recorder, self._capture_id
-        with _num_recording_lock:
-            _num_recording += 1
-        recorder.start()
+        self._recorder = _thread.opened = recorder
+        if is_private:
+            stream.__enter__()
 
     def capture_end(self) -> None:
         """Make the graph ready to replay. Raises RuntimeError if the capture was invalidated."""
@@ -209,8 +299,9 @@ class EmulatedGraph:
             raise RuntimeError(
                 "replay of an empty graph: nothing was captured into it, or it was reset. Record it first."
             )
-        if _thread.recorder is not None:
-            _thread.recorder.refuse("EmulatedGraph.replay()", "launches a graph")
+        recorder = _thread.recorder()
+        if recorder is not None:
+            recorder.refuse("EmulatedGraph.replay()", "launches a graph")
         self._program.run()
 
     def reset(self) -> None:
@@ -235,13 +326,17 @@ class EmulatedGraph:
     def _stop(self) -> _Recorder:
         global _num_recording
         recorder = self._recorder
-        if recorder is None or recorder is not _thread.recorder:
+        # One that joined may not end it, and it ends on the stream that it began on.
+        if recorder is None or recorder is not _thread.opened or current_stream() is not recorder.stream:
             raise RuntimeError("this thread is not recording into this graph.")
-        recorder.stop()
-        _thread.recorder, _thread.capture_id = None, 0
+        with recorder.lock:  # an op that another thread is recording comes first
+            recorder.is_open = False
         with _num_recording_lock:
+            recorder.stream._recorder = None
             _num_recording -= 1
-        self._recorder = None
+        self._recorder = _thread.opened = None
+        if recorder.leaves_stream:
+            recorder.stream.__exit__()
         return recorder
 
     def _clear(self) -> None:
@@ -261,10 +356,10 @@ def _fire_all(callbacks: list[Callable[[], object]]) -> None:
             _fire_all(callbacks)
 
 
-def _require_recorder(what: str) -> _Recorder:
-    if _thread.recorder is None:
-        raise RuntimeError(f"{what} needs a capture, and this thread records none.")
-    return _thread.recorder
+def _nested(recorder: _Recorder) -> RuntimeError:
+    return RuntimeError(
+        f"this thread already records capture {recorder.capture_id}: captures do not nest. End that one first."
+    )
 
 
 class _OutsideStorage:
@@ -365,47 +460,54 @@ class _Program:
                         ref.bind(self, storages).copy_(leaves[position])
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every op of one thread between start() and stop()."""
+class _Recorder:
+    """One capture while it is recorded: what the threads on its stream hand it, one op at a time."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, capture_id: int, stream: EmulatedStream, leaves_stream: bool) -> None:
+        self.capture_id = capture_id
+        self.stream = stream
+        #: Whether the capture entered the stream by itself, and leaves it at its end.
+        self.leaves_stream = leaves_stream
         self.program = _Program()
         self.callbacks: list[Callable[[], object]] = []
         self.refusal: str | None = None
-        self._host_reads = _HostReadGuard()
+        #: Held while an op is recorded, and by the end of the capture: what comes later finds `is_open` False.
+        self.lock = threading.RLock()
+        self.is_open = True
 
-    def start(self) -> None:
-        self._host_reads.__enter__()  # type: ignore[no-untyped-call]
-        self.__enter__()  # type: ignore[no-untyped-call]
+    def watch(self, callback: Callable[[], object]) -> bool:
+        """Whether the capture is open still, and so `callback` will be called."""
+        with self.lock:
+            if self.is_open:
+                self.callbacks.append(callback)
+            return self.is_open
 
-    def stop(self) -> None:
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        self._host_reads.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    def refuse(self, what: str, why: str) -> None:
+    def refuse(self, what: str, why: str) -> NoReturn:
         self.refusal = f"{what} {why}, which is not possible while recording. Do it before the capture."
         raise RuntimeError(self.refusal)
 
-    def record_launch(self, fn: Callable[..., object], args: tuple[Any, ...], others: tuple[torch.Tensor, ...]) -> None:
+    def record_launch(self, fn: Callable[..., object], args: tuple[Any, ...], others: tuple[torch.Tensor, ...]) -> bool:
+        """Whether the launch was recorded: the capture is open still."""
         name = getattr(fn, "__qualname__", type(fn).__qualname__)
-        self._check_valid()
-        with torch._C.DisableTorchFunction():
-            for tensor in others:
-                self._ref(tensor, name)
-            self.program.ops.append(_Op(name, fn, self._refs(args, name), {}))
+        with self.lock:
+            if not self.is_open:
+                return False
+            self._check_valid()
+            with torch._C.DisableTorchFunction():
+                for tensor in others:
+                    self._ref(tensor, name)
+                self.program.ops.append(_Op(name, fn, self._refs(args, name), {}))
+        return True
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tap: _OpTap) -> Any:
+        """Record one op, seen by `tap`. The lock is held."""
         self._check_valid()
         why = _why_refused(func, args, kwargs)
         if why is not None:
             self.refuse(str(func), why)
         # In inference mode composite ops arrive whole. Their parts tell what aliases and what reads the host.
         if func._can_decompose():
-            with self:
+            with tap:
                 return func.decompose(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             return self._record(func, args, kwargs)
@@ -461,14 +563,30 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.program.ref(tensor, name)
 
 
+class _OpTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every op of one thread that is in a stream."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        recorder = _thread.recorder()
+        if recorder is not None:
+            with recorder.lock:
+                if recorder.is_open:
+                    return recorder.record(func, args, kwargs, self)
+        return func(*args, **kwargs)
+
+
 class _HostReadGuard(TorchFunctionMode):
     """Refuses the host reads that never reach the dispatcher."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _HOST_READS:
-            _require_recorder("a host read").refuse(_HOST_READS[func], "reads a tensor on the host")
+        recorder = _thread.recorder()
+        if recorder is not None and func in _HOST_READS:
+            recorder.refuse(_HOST_READS[func], "reads a tensor on the host")
         return func(*args, **(kwargs or {}))
 
 

@@ -126,7 +126,7 @@ class CpuDevice(TorchDevice):
         """Nothing to do."""
 
     def relaxed(self) -> AbstractContextManager[None]:
-        """Nothing to do: an emulated capture knows its own thread only."""
+        """Nothing to do: an emulated capture knows its own stream only."""
         return nullcontext()
 
     def capture_id(self) -> int:

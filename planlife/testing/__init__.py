@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..emulated_graph import EmulatedGraph, current_capture_id, launch, record
+    from ..emulated_graph import EmulatedGraph, EmulatedStream, current_capture_id, current_stream, launch, record
     from ..planner import plan_tables
     from .builder_suite import BuilderAdapter, BuilderFailure, check_builder
     from .decode_table import LAYOUTS, DecodeCase, DecodeInputs, decode_cases, lay_out, row_errors
@@ -19,12 +19,14 @@ _HOMES = {
     "DecodeCase": ".decode_table",
     "DecodeInputs": ".decode_table",
     "EmulatedGraph": "..emulated_graph",
+    "EmulatedStream": "..emulated_graph",
     "FakeBackend": ".fakes",
     "FakeDevice": ".fakes",
     "FakeTensor": ".fakes",
     "LAYOUTS": ".decode_table",
     "check_builder": ".builder_suite",
     "current_capture_id": "..emulated_graph",
+    "current_stream": "..emulated_graph",
     "decode_cases": ".decode_table",
     "lay_out": ".decode_table",
     "launch": "..emulated_graph",
@@ -41,11 +43,13 @@ __all__ = [
     "DecodeCase",
     "DecodeInputs",
     "EmulatedGraph",
+    "EmulatedStream",
     "FakeBackend",
     "FakeDevice",
     "FakeTensor",
     "check_builder",
     "current_capture_id",
+    "current_stream",
     "decode_cases",
     "launch",
     "lay_out",

@@ -7,8 +7,10 @@ import gc
 import pickle
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from types import FrameType
@@ -21,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from planlife import emulated_graph
 from planlife.emulated_graph import unrecorded, watch_current_capture
-from planlife.testing import EmulatedGraph, current_capture_id, launch, record
+from planlife.testing import EmulatedGraph, EmulatedStream, current_capture_id, current_stream, launch, record
 from planlife.testing.graph_scenarios import REFUSED, REFUSED_ON_CPU, SCENARIOS, Scenario
 from tests.child_process import run_python
 
@@ -422,6 +424,256 @@ def test_two_threads_record_at_once_each_its_own_ops() -> None:
     for graph in graphs:
         graph.replay()
     assert [int(tensor) for tensor in x] == [1, 2]
+
+
+# Threads that join a capture through its stream.
+
+
+def _on_a_thread(work: Callable[[], object]) -> Any:
+    """What `work` returns or raises on a thread of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result(timeout=10)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_threads_on_the_stream_of_a_capture_record_into_it(mode: str) -> None:
+    stream, graph, x = EmulatedStream(), EmulatedGraph(), torch.zeros(3)
+    ids, fired, results = [], [], []
+
+    def work(index: int) -> None:
+        with MODES[mode](), stream:
+            ids.append(current_capture_id())
+            watch_current_capture(partial(fired.append, index))
+            x[index].add_(index)
+            launch(torch.Tensor.add_, x[index], 10)
+            results.append(x[index] * 2)
+        ids.append(current_capture_id())
+
+    with MODES[mode](), record(graph, stream=stream):
+        assert current_stream() is stream
+        assert stream.capture_id == current_capture_id() == graph.capture_id
+        for index in (1, 2):
+            _on_a_thread(partial(work, index))
+        x[0].add_(7)
+    assert ids == [graph.capture_id, 0] * 2
+    assert x.tolist() == [0, 0, 0]
+    assert graph.num_ops == 7
+    graph.replay()
+    assert x.tolist() == [7, 11, 12]
+    assert [result.tolist() for result in results] == [22, 24]
+    assert fired == []
+    graph.reset()
+    assert fired == [1, 2]
+
+
+def test_threads_that_record_one_capture_at_the_same_time_lose_no_op() -> None:
+    graph, x, num_threads, num_ops = EmulatedGraph(), torch.zeros(4, 8), 4, 50
+    all_record = threading.Barrier(num_threads)
+
+    def work(stream: EmulatedStream, index: int) -> None:
+        with stream:
+            all_record.wait(timeout=10)
+            for _ in range(num_ops):
+                x[index] = x[index] + 1
+
+    with record(graph), ThreadPoolExecutor(num_threads) as pool:
+        for done in [pool.submit(work, current_stream(), index) for index in range(num_threads)]:
+            done.result(timeout=60)
+    graph.replay()
+    assert graph.num_ops == num_threads * num_ops * 2
+    assert x.eq(num_ops).all()
+
+
+def test_a_thread_on_a_stream_follows_what_the_stream_records() -> None:
+    """As in CUDA, where a launch asks its stream: one long-lived worker serves several captures, and eager steps."""
+    stream, x = EmulatedStream(), torch.zeros(1)
+    graphs = [EmulatedGraph(), EmulatedGraph()]
+    seen: list[int] = []
+
+    def work() -> None:
+        x.add_(1)
+        seen.append(current_capture_id())
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(stream.__enter__).result(timeout=10)
+        for graph in graphs:
+            pool.submit(work).result(timeout=10)
+            with record(graph, stream=stream):
+                pool.submit(work).result(timeout=10)
+        pool.submit(work).result(timeout=10)
+        assert pool.submit(x.item).result(timeout=10) == 3, "nothing is recorded: a host read is served"
+        pool.submit(stream.__exit__).result(timeout=10)
+    assert seen == [0, graphs[0].capture_id, 0, graphs[1].capture_id, 0]
+    graphs[0].replay()
+    assert x.tolist() == [4]
+
+
+def test_what_is_on_another_stream_than_the_capture_runs_at_once() -> None:
+    other, graph, x = EmulatedStream(), EmulatedGraph(), torch.zeros(1)
+    with record(graph):
+        with other:
+            x.add_(1)
+            launch(torch.Tensor.add_, x, 1)
+            assert (x.item(), current_capture_id(), other.capture_id) == (2, 0, 0)
+            with pytest.raises(RuntimeError, match="do not nest"), record(EmulatedGraph(), stream=other):
+                raise AssertionError("the body of a nested capture ran")
+            with pytest.raises(RuntimeError, match="not recording into this graph"):
+                graph.capture_end()
+        x.add_(1)
+    assert graph.num_ops == 1
+    graph.replay()
+    assert x.tolist() == [3]
+
+
+@pytest.mark.parametrize("name", ALL_REFUSED)
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+def test_what_cuda_refuses_on_a_thread_that_joined_invalidates_the_whole_capture(name: str) -> None:
+    graph, x, fired = EmulatedGraph(), torch.tensor([1.0, 0.0, 3.0]), []
+
+    def work(stream: EmulatedStream) -> None:
+        with stream:
+            watch_current_capture(partial(fired.append, 1))
+            ALL_REFUSED[name](x)
+
+    with pytest.raises(RuntimeError, match="invalidated and the graph is empty"), record(graph):
+        with pytest.raises(RuntimeError, match="not possible while recording"):
+            _on_a_thread(partial(work, current_stream()))
+        with pytest.raises(RuntimeError, match="was invalidated"):
+            x.add_(1)
+    assert (graph.capture_id, graph.num_ops, fired) == (0, 0, [1])
+
+
+@pytest.mark.parametrize("ends", ["well", "badly"])
+def test_a_thread_that_is_still_inside_when_the_capture_ends_goes_on_eagerly(ends: str) -> None:
+    stream, graph, x = EmulatedStream(), EmulatedGraph(), torch.zeros(1)
+    is_in, is_over = threading.Event(), threading.Event()
+
+    def work() -> tuple[float, int]:
+        with stream:
+            x.add_(1)
+            is_in.set()
+            assert is_over.wait(timeout=10)
+            with pytest.raises(RuntimeError, match="needs a capture"):
+                watch_current_capture(print)
+            x.add_(2)
+            return x.item(), current_capture_id()
+
+    with ThreadPoolExecutor(1) as pool:
+        with suppress(KeyError), record(graph, stream=stream):
+            result = pool.submit(work)
+            assert is_in.wait(timeout=10)
+            if ends == "badly":
+                raise KeyError
+        is_over.set()
+        assert result.result(timeout=10) == (2, 0)
+    assert graph.num_ops == (1 if ends == "well" else 0)
+
+
+def test_an_op_that_is_being_recorded_when_the_capture_ends_is_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, graph, x = EmulatedStream(), EmulatedGraph(), torch.zeros(1)
+    is_recording, order = threading.Event(), []
+    check_valid = emulated_graph._Recorder._check_valid
+
+    def slowly(recorder: Any) -> None:
+        is_recording.set()
+        time.sleep(0.05)
+        check_valid(recorder)
+        order.append("recorded")
+
+    def work() -> None:
+        with stream:
+            x.add_(1)
+
+    with ThreadPoolExecutor(1) as pool, monkeypatch.context() as patch:
+        with record(graph, stream=stream):
+            patch.setattr(emulated_graph._Recorder, "_check_valid", slowly)
+            done = pool.submit(work)
+            assert is_recording.wait(timeout=10)
+        order.append("ended")
+        done.result(timeout=10)
+    assert order == ["recorded", "ended"]
+    assert graph.num_ops == 1
+
+
+def test_a_thread_that_records_does_not_join_another_capture_and_goes_on() -> None:
+    stream, theirs, ours, x = EmulatedStream(), EmulatedGraph(), EmulatedGraph(), torch.zeros(1)
+
+    def work() -> None:
+        with record(ours):
+            with pytest.raises(RuntimeError, match=f"records capture {ours.capture_id}: captures do not nest"):
+                with stream:
+                    raise AssertionError("joined")
+            x.add_(1)
+
+    with record(theirs, stream=stream):
+        _on_a_thread(work)
+    assert (ours.num_ops, theirs.num_ops) == (1, 0)
+
+
+def test_a_thread_that_joined_neither_ends_the_capture_nor_opens_another() -> None:
+    graph, idle, x = EmulatedGraph(), EmulatedStream(), torch.zeros(1)
+
+    def work(stream: EmulatedStream) -> None:
+        with stream:
+            with pytest.raises(RuntimeError, match="not recording into this graph"):
+                graph.capture_end()
+            for on in (stream, idle, None):
+                with pytest.raises(RuntimeError, match="do not nest"), record(EmulatedGraph(), stream=on):
+                    raise AssertionError("recorded")
+            with stream:
+                x.add_(1)
+            x.add_(1)
+
+    with record(graph):
+        _on_a_thread(partial(work, current_stream()))
+        x.add_(1)
+    assert graph.num_ops == 3
+
+
+def test_what_a_thread_that_joined_leaves_unrecorded_runs_at_once() -> None:
+    graph, x = EmulatedGraph(), torch.zeros(1)
+
+    def work(stream: EmulatedStream) -> None:
+        with stream:
+            with unrecorded():
+                x.add_(1)
+                assert current_capture_id() == stream.capture_id > 0
+            x.add_(1)
+
+    with record(graph):
+        _on_a_thread(partial(work, current_stream()))
+    assert x.tolist() == [1]
+    assert graph.num_ops == 1
+
+
+def test_a_capture_that_is_begun_by_hand_records_on_the_current_stream() -> None:
+    stream, graph, x = EmulatedStream(), EmulatedGraph(), torch.zeros(1)
+    with stream:
+        graph.capture_begin()
+        assert stream.capture_id == graph.capture_id > 0
+        x.add_(1)
+        graph.capture_end()
+        x.add_(1)
+    graph.reset()
+    graph.capture_begin()
+    private = current_stream()
+    assert private is not stream
+    assert private.capture_id == graph.capture_id
+    graph.capture_end()
+    assert current_stream() is not private
+    x.add_(1)
+    assert x.tolist() == [2]
+
+
+def test_a_capture_needs_an_emulated_stream_that_is_not_the_default_one() -> None:
+    graph = EmulatedGraph()
+    for stream, error, match in (
+        (current_stream(), RuntimeError, "default stream cannot record"),
+        (0, TypeError, "recorded on an EmulatedStream, got int"),
+    ):
+        with pytest.raises(error, match=match), record(graph, stream=stream):  # type: ignore[arg-type]
+            raise AssertionError("recorded")
+    assert graph.capture_id == 0
 
 
 # What is recorded, and how it replays.
