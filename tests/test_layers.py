@@ -13,7 +13,7 @@ from .child_process import REPOSITORY, run_python
 
 #: Low to high: a module imports from its own layer and from those before it. "kernels" is the whole folder.
 LAYERS = (
-    ("errors", "spec", "unserved", "device"),
+    ("errors", "identity", "spec", "unserved", "device"),
     ("planner", "ladder", "ledger", "store", "report", "events", "item", "aiter_library", "aiter_generation"),
     ("plan", "call_check", "graph_record", "sizing", "residency", "backends.base"),
     ("slot", "graph_book", "configuration", "merge", "hint"),
