@@ -16,8 +16,8 @@ FP8_DTYPES = ("float8_e4m3fn", "float8_e4m3fnuz")
 #: As engines keep FP8 caches, which says nothing of their format.
 BYTE_DTYPES = ("uint8", "int8")
 _KEPT_AS_BYTES = (
-    " An FP8 cache that is kept as bytes has the format that was written into it: name that, and hand pa_decode a view, "
-    "such as cache.view(torch.float8_e4m3fn)."
+    " An FP8 cache that is kept as bytes has the format that was written into it: name that, and hand pa_decode a "
+    "view, such as cache.view(torch.float8_e4m3fn)."
 )
 KV_LAYOUTS = ("nhd", "hnd", "packed")
 SCALE_KINDS = ("none", "per_tensor", "per_token")

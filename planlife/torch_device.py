@@ -79,8 +79,8 @@ class TorchDevice:
         )
         is_other_int = lens.dtype in (torch.int64, torch.int16, torch.uint8, torch.int8)
         casting = (
-            " In a graph that plans for itself, record the cast, lens.to(torch.int32), and keep the tensor that it gives: that "
-            "one is the length buffer which Steps of guard and replay have."
+            " In a graph that plans for itself, record the cast, lens.to(torch.int32), and keep the tensor that it "
+            "gives: the Steps of guard and replay take that one."
         )
         found = "; ".join(text for is_right, text in checks if not is_right)
         return (
