@@ -19,7 +19,7 @@ import torch
 
 from planlife import CapacityLadder, PlanManager, PlanSpec, Step, StepPlan
 from planlife.backends.torch_backend import TorchBackend
-from planlife.testing import LAYOUTS, EmulatedGraph, lay_out, record, reference_decode, row_errors
+from planlife.testing import LAYOUTS, EmulatedGraph, EmulatedStream, lay_out, record, reference_decode, row_errors
 from planlife.torch_device import resolve_device
 
 DEVICE = "cpu"  #: where worlds are made that are not told
@@ -273,6 +273,14 @@ class World:
     def record(self, g: Any, **options: Any) -> AbstractContextManager[Any]:
         """A capture that the engine opens itself, past the manager."""
         return record(g, **options) if self.device == "cpu" else _record_cuda(g, **options)
+
+    def new_stream(self) -> Any:
+        """A stream of the engine's own, which can record."""
+        return EmulatedStream() if self.device == "cpu" else torch.cuda.Stream()
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """What makes it the current stream of a thread."""
+        return stream if self.device == "cpu" else torch.cuda.stream(stream)  # type: ignore[no-any-return]
 
     def is_empty(self, g: Any) -> bool:
         """Whether a graph holds nothing to replay."""
