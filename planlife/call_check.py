@@ -10,7 +10,7 @@ from typing import Any
 
 from .device import Device
 from .errors import ConfigError, is_tensor, shown
-from .spec import DTYPE_BYTES, QUERY_DTYPES, PlanSpec, dtype_name
+from .spec import BYTE_DTYPES, DTYPE_BYTES, FP8_DTYPES, QUERY_DTYPES, PlanSpec, dtype_name, window_tokens
 from .unserved import MLA, NON_UNIFORM, Unserved
 
 #: Caches are remembered one by one: a model has tens of them. An engine that makes new views for every call
@@ -152,17 +152,30 @@ class CallChecker:
                 "output's shape", list(output.shape), f"[any, {self.spec.num_q_heads}, {self.spec.head_dim}]"
             )
 
+    def check_window(self, sliding_window: Any) -> None:
+        """Refuse the window of a layer that is not this site's, in any form that engines have. Raises ConfigError."""
+        wanted = self.spec.sliding_window
+        if window_tokens(sliding_window, self.spec.query_length) != wanted:
+            raise self._refuse(
+                "sliding_window",
+                shown(sliding_window),
+                f"{wanted or '0, all keys'}: its plans are made for that. Make a site per window, and plan a step of "
+                "the layer's own site",
+            )
+
     def _refuse(self, what: str, found: object, wanted: str, because: Unserved | None = None) -> ConfigError:
         reason = "" if because is None else f" {because}."
         return ConfigError(f"site {self.site!r}: {what} is {found}, wanted {wanted}.{reason}")
 
-    def _check_placed(self, what: str, tensor: Any, dtype_name: str) -> None:
+    def _check_placed(self, what: str, tensor: Any, wanted: str) -> None:
         if not is_tensor(tensor):
             raise self._refuse(what, shown(tensor), "a tensor")
         if str(tensor.device) != self._device.name:
             raise self._refuse(f"{what}'s device", tensor.device, f"the manager's, {self._device.name}")
-        if tensor.dtype != self._device.dtype(dtype_name):
-            raise self._refuse(f"{what}'s dtype", tensor.dtype, dtype_name)
+        if tensor.dtype != self._device.dtype(wanted):
+            is_fp8_as_bytes = wanted in FP8_DTYPES and dtype_name(tensor.dtype) in BYTE_DTYPES
+            view = f": take {what}.view(torch.{wanted}), which reads the same bytes" if is_fp8_as_bytes else ""
+            raise self._refuse(f"{what}'s dtype", tensor.dtype, f"{wanted}{view}")
 
     def _check_last_axis(self, what: str, tensor: Any) -> None:
         if tensor.stride()[-1] != 1:

@@ -23,6 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .identity import Singular
+
 aten = torch.ops.aten
 
 _CAPTURE_ERROR_MODES = ("global", "thread_local", "relaxed")
@@ -223,12 +225,17 @@ def record(
         graph.capture_end()
 
 
-class EmulatedGraph:
+class EmulatedGraph(Singular):
     """A CUDA graph on a CPU, with the methods of torch.cuda.CUDAGraph.
 
     Owns: the storages that its ops created while recording; their addresses are stable until `reset()`.
     Borrows: all other storages, weakly. A replay that needs one that was freed raises RuntimeError.
     """
+
+    _ONE_ONLY = (
+        "an EmulatedGraph cannot be copied or pickled: addresses are baked into it. Record a new one, and keep graphs "
+        "off the objects that are copied."
+    )
 
     def __init__(self) -> None:
         self._program: _Program | None = None
@@ -322,12 +329,6 @@ class EmulatedGraph:
         if self._recorder is not None:
             raise RuntimeError(f"reset of a graph that is recording capture {self._capture_id}. End the capture first.")
         self._clear()
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "an EmulatedGraph cannot be copied or pickled: addresses are baked into it. Record a new one, and keep "
-            "graphs off the objects that are copied."
-        )
 
     def _abandon(self) -> None:
         self._stop()

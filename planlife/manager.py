@@ -37,6 +37,7 @@ from .graph_book import GraphBook
 from .graph_record import GraphRecord, Read
 from .guard import Given, Match, check_foreign, check_planned, match, stale_eager
 from .hint import tell_once_what_off_costs
+from .identity import Singular
 from .item import Item, State
 from .ladder import CapacityLadder
 from .plan import EMPTY, Arena, Mark, OffPlan, Pair, Plan, Segment, StepPlan, Tables, describe_owner
@@ -54,7 +55,7 @@ ON_MISS = ("fallback", "raise", "mint")
 SANITIZE = ("off", "count", "raise")
 
 
-class PlanManager:
+class PlanManager(Singular):
     """Owns every work plan and every scratch buffer of an engine's paged-decode calls on one device.
 
     sites: one PlanSpec (named "default"), or PlanSpecs by site name. ladder: one for all sites, or one per site.
@@ -74,6 +75,11 @@ class PlanManager:
     time need different ubatches or lanes: in one they would overwrite each other's scratch, which nothing detects.
     Allocates: no buffer before the first capture phase.
     """
+
+    _ONE_ONLY = (
+        "a PlanManager cannot be copied or pickled: graphs hold the addresses of its buffers. Give the object that "
+        "holds it a __deepcopy__ or __getstate__ that leaves it out; each process makes its own."
+    )
 
     def __init__(
         self,
@@ -386,6 +392,7 @@ class PlanManager:
         value_scale: Any = None,
         sinks: Any = None,
         lse: Any = None,
+        sliding_window: Any = None,
         **unserved: Any,
     ) -> Any:
         """Paged decode of one layer by a step's plan.
@@ -398,9 +405,10 @@ class PlanManager:
         anything where no row's token is. sinks: float[num_q_heads], a logit per head that every query token sees, with
         value 0. lse: float32[R * query_length, num_q_heads], contiguous, or None: filled with the natural log of the
         softmax's denominator over the scaled logits that each query token attended, the sink's among them, for
-        `planlife.merge`, of whose two partials one may carry the sinks; -inf where nothing was attended. unserved:
-        names of `planlife.unserved.UNSERVED`, which engines may pass through: other than neutral values are refused.
-        Returns output.
+        `planlife.merge`, of whose two partials one may carry the sinks; -inf where nothing was attended.
+        sliding_window: the layer's own, in any form that PlanSpec takes, which must be its site's; None is not checked,
+        so a layer without a window passes 0 or -1. unserved: names of `planlife.unserved.UNSERVED`, which engines may
+        pass through: other than neutral values are refused. Returns output.
 
         Raises ConfigError for tensors that are not the site's, StalePlanError if the lengths that were planned are
         gone, RouteError where nothing may serve the call, MintError while recording and BudgetError else if the plan
@@ -416,6 +424,8 @@ class PlanManager:
             raise self._refuse(
                 RouteError(f"{plan!r} was made by another PlanManager; decode with the one that planned it.")
             )
+        if sliding_window is not None:
+            slot.checker.check_window(sliding_window)
         if unserved:
             self._refuse_unserved(slot.spec, unserved)
         # The arguments are spelled out twice: passing them on as a tuple costs a layer 0.2 us more.

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from .identity import Shared, Singular
 from .item import Item
 from .spec import PlanSpec, Step
 
@@ -36,7 +37,7 @@ def _hold(owner: object) -> int | Callable[[], object] | None:
         return _Held(owner)
 
 
-class Mark:
+class Mark(Singular):
     """Whose lengths are in a table set. Two marks are the same only if they are one object.
 
     owner: how the step's owner is held. step: the Step itself, weakly, for steps without an owner.
@@ -62,6 +63,8 @@ class Mark:
         "step",
         "version",
     )
+
+    _ONE_ONLY = "a Mark cannot be copied or pickled: it counts by identity. Copy the StepPlan."
 
     def __init__(
         self, step: Step, lens: Any, rows: int, address: int, version: int | None, capture_id: int, epoch: int = 0
@@ -174,7 +177,7 @@ class Pair(NamedTuple):
     in_graph: Tables
 
 
-class Plan(Item):
+class Plan(Item, Singular):
     """Owns: one block with the table sets of one (site, class rows, ubatch), eager and in-graph.
 
     specs: of the site, then of the sites that use its plans (`PlanSpec.plan_of`).
@@ -184,6 +187,8 @@ class Plan(Item):
     """
 
     __slots__ = ("_make_pair", "class_rows", "lock", "pair", "site", "specs", "ubatch")
+
+    _ONE_ONLY = "a Plan cannot be copied or pickled: it owns tables that graphs read. Copy the StepPlan."
 
     def __init__(
         self,
@@ -233,7 +238,13 @@ class Arena(Item):
         super().__init__(("scratch", lane, f"ub{ubatch}"), num_bytes)
 
 
-class StepPlan:
+_NOT_SENT = (
+    "{} cannot be pickled: it speaks of tables and lengths in this process's memory. Leave it out of what is sent, and "
+    "call plan_for where it is to be used."
+)
+
+
+class StepPlan(Shared):
     """One step's decision for one site: class, route, reason.
 
     route: "planned", "fallback" or "dummy"; reason: why not planned, else "". rows: the step's. class_rows: the class
@@ -243,6 +254,10 @@ class StepPlan:
 
     Borrows: the plan's tables, which an eviction takes away, and the owner, weakly where that is possible. It keeps the
     step's length tensor alive, and never the Step.
+
+    A copy, also a deep one, is the StepPlan itself: it never changes, and decodes the lengths that were planned, which
+    are in the manager's tables and in the step's own buffer, wherever the metadata that holds it is copied to. It
+    cannot be pickled (TypeError).
     """
 
     __slots__ = (
@@ -260,6 +275,8 @@ class StepPlan:
         "ubatch",
         "whole",
     )
+
+    _ONE_ONLY = _NOT_SENT.format("a StepPlan")
 
     def __init__(
         self,
@@ -324,10 +341,12 @@ class StepPlan:
         )
 
 
-class OffPlan:
+class OffPlan(Shared):
     """What plan_for answers with enabled=False: the fallback route, and nothing that would cost anything."""
 
     __slots__ = ("context_lens", "slot")
+
+    _ONE_ONLY = _NOT_SENT.format("an OffPlan")
 
     route = "fallback"
     reason = "planlife is off (enabled=False)"

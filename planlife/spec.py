@@ -6,12 +6,19 @@ from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any
 
 from .errors import ConfigError
-from .unserved import is_several, refuse_unserved
+from .identity import Shared
+from .unserved import NON_CAUSAL, is_several, refuse_unserved
 
 #: Bytes per element of the dtypes that queries and KV caches may have.
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e4m3fnuz": 1}
 QUERY_DTYPES = ("bfloat16", "float16", "float32")
 FP8_DTYPES = ("float8_e4m3fn", "float8_e4m3fnuz")
+#: As engines keep FP8 caches, which says nothing of their format.
+BYTE_DTYPES = ("uint8", "int8")
+_KEPT_AS_BYTES = (
+    " An FP8 cache that is kept as bytes has the format that was written into it: name that, and hand pa_decode a "
+    "view, such as cache.view(torch.float8_e4m3fn)."
+)
 KV_LAYOUTS = ("nhd", "hnd", "packed")
 SCALE_KINDS = ("none", "per_tensor", "per_token")
 #: Lengths, page numbers and extents are int32 in tables and kernels.
@@ -37,6 +44,36 @@ def check_int(what: str, value: object, *, at_least: int, at_most: int | None = 
     return value
 
 
+_WINDOW_FORMS = (
+    " Wanted is the number of keys that a query token sees, itself included, or (keys before, keys after) as "
+    "flash-attn has it; 0, -1 or None sees all keys."
+)
+
+
+def window_tokens(value: object, query_length: object) -> int:
+    """Keys that a query token sees, itself included, 0 = all: of a `sliding_window` in any form that engines have.
+
+    None, -1, 0: all. (keys before, keys after): -1 = all; none are after the last query token, and causal attention
+    sees none after the others.
+
+    Raises ConfigError for what is none of these.
+    """
+    if value is None or (type(value) is int and value == -1):
+        return 0
+    if not isinstance(value, (tuple, list)):
+        return check_int("sliding_window", value, at_least=0, at_most=INT64_MAX, way_out=_WINDOW_FORMS)
+    if len(value) != 2:
+        raise ConfigError(f"sliding_window must be one int or (keys before, keys after), got {value!r}.{_WINDOW_FORMS}")
+    before, after = value
+    check_int("sliding_window's keys before", before, at_least=-1, at_most=INT64_MAX - 1, way_out=_WINDOW_FORMS)
+    check_int("sliding_window's keys after", after, at_least=-1, way_out=_WINDOW_FORMS)
+    if after > 0 and query_length != 1:
+        raise ConfigError(
+            f"sliding_window's keys after must be 0 or -1 with query_length {query_length}, got {after}: {NON_CAUSAL}."
+        )
+    return before + 1 if before >= 0 else 0
+
+
 @dataclass(frozen=True)
 class PlanSpec:
     """One call site: what all its layers and steps have in common.
@@ -50,7 +87,8 @@ class PlanSpec:
     scales: "none" for 16- and 32-bit caches; "per_tensor" or "per_token" for FP8 caches.
     query_length: query tokens per row (MTP verify: draft tokens + 1). Token p of Q sees keys
         [max(0, L-Q+1+p-W), max(0, L-Q+1+p)), L the row's length, W the window.
-    sliding_window: keys a query token sees, itself included; 0 = all. At most 2**63 - 1.
+    sliding_window: keys a query token sees, itself included; 0, -1 or None = all. At most 2**63 - 1. Also (keys before,
+        keys after), as flash-attn has it: (W - 1, 0), (-1, -1). Kept as the int.
     max_partitions: most tasks per row, at most the device's compute units; None = all of them (R39).
     workgroup_budget: tasks to plan for over all KV heads; None = the backend's default, 2 x compute units unless it
         knows better for this site (R38). `report().sites` shows the numbers in use.
@@ -63,7 +101,8 @@ class PlanSpec:
         its own gives a site separate scratch.
     logits_soft_cap, alibi_slopes, value_head_dim, causal, attn_type: what no backend serves, named as engines do, so
         that their attributes can be passed straight through. Neutral values (None, 0, value_head_dim == head_dim,
-        causal=True, attn_type="decoder") pass and are not kept; others are refused with the reason.
+        causal=True, attn_type="decoder") pass and are not kept, and so does non-causal or cross attention with
+        query_length 1 and no window: a row sees all its keys. Others are refused with the reason.
 
     Raises ConfigError. Capture: n/a. Syncs: no. Allocates: no.
     """
@@ -79,7 +118,7 @@ class PlanSpec:
     kv_layout: str = "nhd"
     scales: str = "none"
     query_length: int = 1
-    sliding_window: int = 0
+    sliding_window: Any = 0
     max_partitions: int | None = None
     workgroup_budget: int | None = None
     shared_lengths: bool = True
@@ -102,12 +141,12 @@ class PlanSpec:
             "attn_type": attn_type,
             "query_length": self.query_length if is_several(self.query_length) else None,
         }
+        object.__setattr__(self, "sliding_window", window_tokens(self.sliding_window, self.query_length))
         refuse_unserved(given, self)
         object.__setattr__(self, "q_dtype", dtype_name(self.q_dtype))
         object.__setattr__(self, "kv_dtype", dtype_name(self.kv_dtype))
         for name in ("num_q_heads", "num_kv_heads", "head_dim", "page_size", "query_length"):
             check_int(name, getattr(self, name), at_least=1, at_most=INT32_MAX)
-        check_int("sliding_window", self.sliding_window, at_least=0, at_most=INT64_MAX, way_out=" 0 sees all keys.")
         for name in ("max_partitions", "workgroup_budget"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), at_least=1, at_most=INT32_MAX, way_out=" None takes the default.")
@@ -127,7 +166,8 @@ class PlanSpec:
             ("scales", SCALE_KINDS),
         ):
             if getattr(self, name) not in known:
-                raise ConfigError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.")
+                way_out = _KEPT_AS_BYTES if name == "kv_dtype" and self.kv_dtype in BYTE_DTYPES else ""
+                raise ConfigError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.{way_out}")
         if (self.kv_dtype in FP8_DTYPES) != (self.scales != "none"):
             raise ConfigError(
                 f"scales={self.scales!r} does not go with kv_dtype={self.kv_dtype}: FP8 caches take per_tensor or "
@@ -154,7 +194,7 @@ class PlanSpec:
 _NO_KEY = (None, None)
 
 
-class Step:
+class Step(Shared):
     """One forward of the model, as far as a plan is concerned. Immutable.
 
     context_lens: int32[rows], on the manager's device, contiguous; tokens per row, MTP tokens included, 0 = empty.
@@ -167,10 +207,18 @@ class Step:
     max_tokens: the longest of these lengths, where the engine knows it on the host. Checked against
         `max_context_tokens` and against the columns of the block tables before anything is launched; None: unchecked.
 
+    A copy, also a deep one, is the Step itself: its owner counts by identity, and its lengths are the buffer that was
+    planned. It cannot be pickled (TypeError).
+
     Raises nothing: the manager checks, so that its message can name what it was configured with.
     """
 
     __slots__ = ("__weakref__", "context_lens", "dummy", "key", "max_tokens", "owner", "revision", "site", "ubatch")
+
+    _ONE_ONLY = (
+        "a Step cannot be pickled: its owner counts by identity, and its lengths are a buffer of this process. Send "
+        "the numbers, and make a Step where plan_for is called."
+    )
 
     context_lens: Any
     site: str

@@ -84,10 +84,15 @@ class TorchDevice:
             (lens.is_contiguous(), f"strides {lens.stride()}, wanted contiguous"),
             (not lens.requires_grad, "requires_grad True, wanted False"),
         )
+        is_other_int = lens.dtype in (torch.int64, torch.int16, torch.uint8, torch.int8)
+        casting = (
+            " In a graph that plans for itself, record the cast, lens.to(torch.int32), and keep the tensor that it "
+            "gives: the Steps of guard and replay take that one."
+        )
         found = "; ".join(text for is_right, text in checks if not is_right)
         return (
             f"context_lens must be int32[rows], contiguous, on {self.name}, without requires_grad: got {found}. "
-            "Make one int32 buffer on this device and write each step's lengths into it."
+            f"Make one int32 buffer on this device and write each step's lengths into it.{casting * is_other_int}"
         )
 
 

@@ -38,14 +38,16 @@ MLA = Unserved(
     "Leave these layers to the engine's MLA kernel",
 )
 NON_UNIFORM = Unserved(
-    "non-uniform query lengths are",
+    "non-uniform query lengths (or another than the site's) are",
     "all rows of a site have its one query_length, by which each query token finds its causal edge",
     "Pad a row's query tokens in front, where their output is ignored, or make a site and a step per query length",
 )
 NON_CAUSAL = Unserved(
-    "non-causal attention (encoder or cross attention) is",
-    "a query token sees the keys up to its own place at the end of its row, and there is no other mask",
-    "Give each query token a row of its own over the same pages: with query_length=1 a row sees all its keys",
+    "non-causal attention (encoder or cross attention) with query_length > 1 or a window is",
+    "a query token sees the keys up to its own place at the end of its row, within the site's window, and there is no "
+    "other mask",
+    "Give each query token a row of its own over the same pages, in a site with query_length=1 and no window: there a "
+    "row sees all its keys. Leave what has a window to the engine's own kernel",
 )
 
 
@@ -66,6 +68,24 @@ def _is_zero(value: Any, spec: PlanSpec) -> bool:
     return isinstance(value, Real) and value == 0  # by its type first: a tensor would be read back
 
 
+def _sees_all(spec: PlanSpec) -> bool:
+    """Whether a query token sees all keys of its row: then causal attention is the same as any other."""
+    return spec.query_length == 1 and not spec.sliding_window
+
+
+_ALL_KEYS = "with query_length=1 and no window also"
+
+#: Attention in which a query token sees all keys, as engines name it (vLLM, SGLang).
+_NON_CAUSAL_TYPES = ("encoder", "encoder_only", "encoder_decoder", "decoder_bidirectional")
+
+
+def _is_served_type(value: Any, spec: PlanSpec) -> bool:
+    kind = getattr(value, "value", value)  # engines have strings, or enums of them
+    return kind == "decoder" or (kind in _NON_CAUSAL_TYPES and _sees_all(spec))
+
+
+_NO_OFFSETS = "None (leave it out where all rows have the site's query_length)"
+
 #: What PlanSpec and pa_decode take only to refuse it.
 UNSERVED: Mapping[str, _Name] = {
     "logits_soft_cap": _Name(SOFT_CAP, "0 or None", _is_zero),
@@ -75,14 +95,18 @@ UNSERVED: Mapping[str, _Name] = {
     ),
     "query_length": _Name(
         NON_UNIFORM,
-        "one int, the same for all rows of a site",
+        "one int, the site's for all its rows",
         lambda value, spec: type(value) is int and value == spec.query_length,
     ),
-    "query_start_loc": _Name(NON_UNIFORM, "None", _never),
-    "cu_seqlens_q": _Name(NON_UNIFORM, "None", _never),
-    "causal": _Name(NON_CAUSAL, "True or None", lambda value, spec: value is True),
-    "attn_type": _Name(  # engines have strings, or enums of them
-        NON_CAUSAL, "'decoder' or None", lambda value, spec: getattr(value, "value", value) == "decoder"
+    "query_start_loc": _Name(NON_UNIFORM, _NO_OFFSETS, _never),
+    "cu_seqlens_q": _Name(NON_UNIFORM, _NO_OFFSETS, _never),
+    "causal": _Name(
+        NON_CAUSAL,
+        f"True or None; {_ALL_KEYS} False",
+        lambda value, spec: value is True or (value is False and _sees_all(spec)),
+    ),
+    "attn_type": _Name(
+        NON_CAUSAL, f"'decoder' or None; {_ALL_KEYS} {', '.join(map(repr, _NON_CAUSAL_TYPES))}", _is_served_type
     ),
 }
 

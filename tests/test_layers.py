@@ -13,10 +13,12 @@ from .child_process import REPOSITORY, run_python
 
 #: Low to high: a module imports from its own layer and from those before it. "kernels" is the whole folder.
 LAYERS = (
-    ("errors", "spec", "unserved", "device"),
+    ("errors", "identity", "spec", "unserved", "device"),
     ("planner", "ladder", "ledger", "store", "report", "events", "item", "aiter_library", "aiter_generation"),
     ("plan", "call_check", "graph_record", "sizing", "residency", "backends.base"),
     ("slot", "graph_book", "configuration", "merge", "hint"),
+    ("route",),
+    ("guard",),
     ("manager",),
     ("emulated_graph", "torch_device", "kernels", "backends", "cuda_runtime", "cuda_device", "trace_file"),
     (
@@ -36,7 +38,7 @@ LAYERS = (
     ("step_log", "recorder", "sim"),
     ("options", "sim_commands", "commands", "cli", "__main__"),
 )
-CORE = {module for layer in LAYERS[:5] for module in layer}
+CORE = {module for layer in LAYERS[:7] for module in layer}
 
 #: Device and backend are picked by name, when a manager is made; tensor ops are loaded by the first merge.
 LAZY_UPWARDS = {"configuration": ("torch_device", "backends"), "merge": ("kernels",)}

@@ -13,6 +13,7 @@ from ..lifecycle.test_consumed_marks import *  # noqa: F403
 from ..lifecycle.test_drafts import *  # noqa: F403
 from ..lifecycle.test_dummies import *  # noqa: F403
 from ..lifecycle.test_guard import *  # noqa: F403
+from ..lifecycle.test_handed_over import *  # noqa: F403
 from ..lifecycle.test_memory_and_values import *  # noqa: F403
 from ..lifecycle.test_refresh_and_marks import *  # noqa: F403
 from ..lifecycle.test_refresh_and_marks import gc_off  # noqa: F401

@@ -206,7 +206,7 @@ class TwoWorkers:
 
         def run() -> None:
             try:
-                with self.world.on_stream(stream):
+                with self.world.on(stream):
                     work()
             except BaseException as error:
                 errors.append(error)

@@ -344,3 +344,45 @@ def test_hooks_are_called_without_a_lock_while_recording_too(style: str) -> None
     world.eager(world.step())
     assert {"mint", "seal", "pin", "release", "evict", "rematerialise", "fallback"} <= set(kinds)
     remove()
+
+
+@both_styles
+def test_threads_on_the_stream_of_a_capture_record_a_ubatch_each(style: str) -> None:
+    """C86: what they touch is pinned to that capture, and a replay without one ubatch's step is refused."""
+    world = World(ubatches=2, warm=True)
+    halves = [slice(0, 4), slice(4, 8)]
+    lens = [world.lens_buffer(4), world.lens_buffer(4)]
+
+    def steps() -> list[Step]:
+        """Of fresh lengths."""
+        world.set_lens(world.random_lens(8))
+        for half, buffer in zip(halves, lens, strict=True):
+            buffer.copy_(world.lens[half])
+        owner = Owner()
+        return [world.step(lens=lens[index], ubatch=index, owner=owner) for index in range(2)]
+
+    captured = steps()
+    ready = [world.manager.plan_for(step) for step in captured] if style == BEFORE_REPLAY else None
+    stream = world.new_stream()
+
+    def record(index: int) -> bool:
+        with world.on(stream):
+            plan = ready[index] if ready else world.manager.plan_for(captured[index])
+            half = halves[index]
+            world.decode(plan, query=world.query[half], output=world.output[half], tables=world.tables[half])
+        return plan.captured
+
+    with world.manager.graph(stream=stream) as graph:
+        for index in range(2):
+            assert world.elsewhere(lambda index=index: record(index)) is (style == IN_GRAPH)  # type: ignore[misc]
+    pinned = {plan.ubatch: plan.num_pins for plan in world.manager.report().plans if plan.class_rows == 4}
+    assert pinned == {0: 1, 1: 1}
+    for _ in range(3):
+        now = steps()
+        for step in now if style == BEFORE_REPLAY else ():
+            world.manager.plan_for(step)
+        world.output.fill_(torch.nan)
+        world.manager.replay(graph, *now)
+        world.assert_right(world.output, world.expected())
+    with pytest.raises(StalePlanError, match="ub1"):
+        world.manager.guard(graph, steps()[0])

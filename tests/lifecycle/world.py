@@ -20,7 +20,7 @@ import torch
 from planlife import CapacityLadder, PlanManager, PlanSpec, Step, StepPlan
 from planlife.backends.torch_backend import TorchBackend
 from planlife.emulated_graph import current_stream
-from planlife.testing import LAYOUTS, EmulatedGraph, lay_out, record, reference_decode, row_errors
+from planlife.testing import LAYOUTS, EmulatedGraph, EmulatedStream, lay_out, record, reference_decode, row_errors
 from planlife.torch_device import CpuDevice, resolve_device
 
 DEVICE = "cpu"  #: where worlds are made that are not told
@@ -283,8 +283,12 @@ class World:
         """This thread's, to hand to another one."""
         return current_stream() if self.device == "cpu" else torch.cuda.current_stream()
 
-    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """What this thread launches in the body goes to `stream`."""
+    def new_stream(self) -> Any:
+        """A stream of the engine's own, which can record."""
+        return EmulatedStream() if self.device == "cpu" else torch.cuda.Stream()
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """What makes it the current stream of a thread."""
         return stream if self.device == "cpu" else torch.cuda.stream(stream)  # type: ignore[no-any-return]
 
     def is_empty(self, g: Any) -> bool:

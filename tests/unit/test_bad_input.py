@@ -165,7 +165,7 @@ BAD_SPECS: list[tuple[str, Any, str]] = [
     *[("page_size", value, "page_size must be") for value in (0, -16, *NOT_INTS)],
     *[("head_dim", value, "head_dim must be") for value in (0, *NOT_INTS)],
     *[("query_length", value, "query_length must be") for value in (0, *NOT_INTS)],
-    *[("sliding_window", value, "sliding_window must be") for value in (-1, 2**63, HUGE, *NOT_INTS)],
+    *[("sliding_window", value, "sliding_window must be") for value in (-2, 2**63, HUGE, *filter(None, NOT_INTS))],
     *[("max_context_tokens", value, "max_context_tokens must") for value in (0, 2**31, HUGE, *NOT_INTS)],
     *[
         (name, value, f"{name} must be")

@@ -32,6 +32,8 @@ class OnDevice(FakeTensor):
     __hash__ = FakeTensor.__hash__
 
 
+NON_CAUSAL = r"non-causal attention \(encoder or cross attention\) with query_length > 1 or a window"
+
 #: name -> (values that ask for it, values that do not, what the message says).
 FEATURES: dict[str, tuple[list[Any], list[Any], str]] = {
     "logits_soft_cap": (
@@ -50,17 +52,25 @@ FEATURES: dict[str, tuple[list[Any], list[Any], str]] = {
         r"MLA \(values of another head_dim than the keys\) is not served: .*the engine's MLA kernel",
     ),
     "causal": (
-        [False, 1, "yes"],
+        [1, "yes", 0],
         [None, True],
-        r"non-causal attention \(encoder or cross attention\) is not served: .*Give each query token a row",
+        rf"{NON_CAUSAL} is not served: .*Give each query token a row of its own .*query_length=1 and no window",
     ),
     "attn_type": (
-        ["encoder", "encoder_only", "encoder_decoder", AttentionType.ENCODER_ONLY, 3],
+        ["encoders", 3, ["encoder"]],
         [None, "decoder", AttentionType.DECODER],
-        r"non-causal attention \(encoder or cross attention\) is not served: ",
+        rf"{NON_CAUSAL} is not served: ",
     ),
 }
-RAGGED = "non-uniform query lengths are not served: all rows of a site have its one query_length.*Pad a row's query"
+#: What is the same as causal attention where a query token sees all keys of its row.
+ALL_KEYS = [
+    ("causal", False),
+    *[("attn_type", value) for value in ("encoder", "encoder_only", "encoder_decoder", "decoder_bidirectional")],
+    ("attn_type", AttentionType.ENCODER_ONLY),
+]
+RAGGED = (
+    r"non-uniform query lengths \(or another than the site's\) are not served: all rows of a site have .*Pad a row's"
+)
 ASKING = [(name, value, message) for name, (values, _, message) in FEATURES.items() for value in values]
 NEUTRAL = [(name, value) for name, (_, values, _) in FEATURES.items() for value in values]
 
@@ -78,14 +88,37 @@ def test_a_site_that_no_backend_serves_is_refused_with_the_reason_and_the_way_ou
         spec(**{name: value})
 
 
-@pytest.mark.parametrize(("name", "value"), NEUTRAL, ids=shown)
+@pytest.mark.parametrize(("name", "value"), [*NEUTRAL, *ALL_KEYS, ("sliding_window", None)], ids=shown)
 def test_what_asks_for_nothing_passes_and_leaves_no_trace(name: str, value: Any) -> None:
     site = spec(**{name: value})
     assert site == spec()
     assert hash(site) == hash(spec())
     assert repr(site) == repr(spec())
     assert replace(site, head_dim=32) == PlanSpec(4, 1, 32, 16, max_context_tokens=MAX_TOKENS)
-    assert name not in {field.name for field in fields(PlanSpec)}
+    assert name not in {field.name for field in fields(PlanSpec)} - {"sliding_window"}
+
+
+@pytest.mark.parametrize("changes", [{"query_length": 2}, {"sliding_window": 7}, {"sliding_window": (6, 0)}], ids=str)
+@pytest.mark.parametrize(("name", "value"), ALL_KEYS, ids=shown)
+def test_attention_to_all_keys_is_refused_where_a_query_token_does_not_see_them_all(
+    name: str, value: Any, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name} must be .*, got .*: {NON_CAUSAL} is not served: .*no window"):
+        spec(**{name: value}, **changes)
+    world = FakeWorld(sites=spec(**changes))
+    world.warm()
+    plan = world.manager.plan_for(world.step([5, 6]))
+    with pytest.raises(ConfigError, match=rf"^{name} must be .*, got .*: {NON_CAUSAL} is not served: .*no window"):
+        world.manager.pa_decode(plan, **world.call(2), **{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), ALL_KEYS, ids=shown)
+def test_a_call_of_attention_to_all_keys_is_served_where_a_query_token_sees_them_all(name: str, value: Any) -> None:
+    world = FakeWorld(sites=spec(**{name: value}))
+    world.warm()
+    call = world.call(2)
+    world.manager.pa_decode(world.manager.plan_for(world.step([5, 6])), **call, **{name: value})
+    assert call["output"].values == [5, 6]
 
 
 def test_all_names_of_engines_can_be_passed_at_once() -> None:
