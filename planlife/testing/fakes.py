@@ -662,12 +662,7 @@ def _decode(
 
 
 def _sanitize(
-    plan_rows: int,
-    num_rows: int,
-    max_tokens: int,
-    buffer: FakeBuffer,
-    context_lens: FakeTensor,
-    flags: FakeTensor,
+    plan_rows: int, num_rows: int, max_tokens: int, buffer: FakeBuffer, context_lens: FakeTensor, flags: FakeTensor
 ) -> None:
     words, lens = flags.values, context_lens.values[:num_rows]
     is_current = _lens_in(buffer) == _planned_lens(plan_rows, num_rows, lens)

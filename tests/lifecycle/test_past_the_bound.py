@@ -27,11 +27,13 @@ from .world import (
     small_spec,
 )
 
-BOUND = 250  # inside a page, and inside a tile
 LONGEST = 2**31 - 1
-#: (query length, window). One window is wider than the bound.
-SITES = [*((length, window) for length in (1, 2, 4, 6) for window in (0, 100)), (4, 300)]
-every_site = pytest.mark.parametrize(("query_length", "window"), SITES)
+#: (query length, window, bound). The bound lies inside a page and a tile; a window skips the tile before that one, or
+#: is wider than the bound.
+SITES = [*((length, *one) for length in (1, 2, 4, 6) for one in ((0, 250), (100, 394))), (4, 300, 250)]
+#: Enough where each costs much.
+FEW_SITES = {(1, 100, 394), (4, 0, 250), (4, 300, 250), (6, 100, 394)}
+every_site = pytest.mark.parametrize(("query_length", "window", "bound"), SITES)
 
 
 def lens_around(limit: int, query_length: int) -> list[int]:
@@ -46,8 +48,8 @@ def serve(spec: PlanSpec, lens: list[int], limit: int, **options: Any) -> Served
     return Served(spec, [min(length, limit) for length in lens], **options)
 
 
-def site(query_length: int, window: int, **changes: Any) -> PlanSpec:
-    return make_spec(**{"max_context_tokens": BOUND, "query_length": query_length, "sliding_window": window, **changes})
+def site(query_length: int, window: int, bound: int) -> PlanSpec:
+    return make_spec(query_length=query_length, sliding_window=window, max_context_tokens=bound)
 
 
 def wanted(served: Served, *, edges_kept: bool | None = None) -> torch.Tensor:
@@ -65,11 +67,11 @@ def assert_tokens_right(served: Served, output: torch.Tensor, expected: torch.Te
 
 @every_site
 def test_each_query_token_past_the_bound_sees_the_keys_up_to_it_and_the_others_are_exact(
-    query_length: int, window: int
+    query_length: int, window: int, bound: int
 ) -> None:
     """Eager and in both styles of capture; counted, and never taken for stale."""
-    lens = lens_around(BOUND, query_length)
-    served = serve(site(query_length, window), lens, BOUND, columns=65, sanitize="count")
+    lens = lens_around(bound, query_length)
+    served = serve(site(query_length, window, bound), lens, bound, columns=65, sanitize="count")
     graphs = {style: served.capture(style) for style in (BEFORE_REPLAY, IN_GRAPH)}
     served.lens.copy_(torch.tensor(lens, dtype=torch.int32))
     expected = wanted(served)
@@ -102,8 +104,7 @@ def test_query_tokens_past_the_columns_of_the_block_table_see_the_keys_that_it_h
     """Past the bound besides, and within it."""
     limit = 10 * PAGE
     lens = [*lens_around(limit, query_length), 1040, 1041]
-    spec = site(query_length, window, max_context_tokens=1040)
-    served = serve(spec, lens, limit, columns=10, sanitize="count")
+    served = serve(site(query_length, window, 1040), lens, limit, columns=10, sanitize="count")
     g = served.capture(style)
     served.lens.copy_(torch.tensor(lens, dtype=torch.int32))
     for output in (served.eager(), served.replay(g, style)):
@@ -114,11 +115,11 @@ def test_query_tokens_past_the_columns_of_the_block_table_see_the_keys_that_it_h
 
 @every_site
 def test_the_lse_of_query_tokens_past_the_bound_is_that_of_the_keys_that_they_see(
-    query_length: int, window: int
+    query_length: int, window: int, bound: int
 ) -> None:
     """With sinks: a token whose window lies behind the bound is zero, and its lse -inf."""
-    lens = lens_around(BOUND, query_length)
-    served = serve(site(query_length, window), lens, BOUND, columns=65)
+    lens = lens_around(bound, query_length)
+    served = serve(site(query_length, window, bound), lens, bound, columns=65)
     served.lens.copy_(torch.tensor(lens, dtype=torch.int32))
     sinks = torch.randn(served.spec.num_q_heads, generator=served.generator).to(served.device)
     found, expected = (torch.full(served.query.shape[:2], torch.nan, device=served.device) for _ in range(2))
@@ -131,10 +132,21 @@ def test_the_lse_of_query_tokens_past_the_bound_is_that_of_the_keys_that_they_se
 
 
 @every_site
-def test_the_fallback_takes_the_edges_from_the_whole_lengths_too(query_length: int, window: int) -> None:
-    lens = lens_around(BOUND, query_length)
+def test_the_fallback_takes_the_edges_from_the_whole_lengths_too(query_length: int, window: int, bound: int) -> None:
+    lens = lens_around(bound, query_length)
     options: dict[str, Any] = {"enabled": False, "fallback": fallback_name()}
-    served = serve(site(query_length, window), lens, BOUND, columns=65, **options)
+    served = serve(site(query_length, window, bound), lens, bound, columns=65, **options)
     served.lens.copy_(torch.tensor(lens, dtype=torch.int32))
     assert served.manager.plan_for(served.step()).route == "fallback"
     assert_tokens_right(served, served.eager(), served.expected())
+
+
+def names_of_other_sites() -> list[str]:
+    """Those that a suite with FEW_SITES leaves out."""
+    tests = (
+        test_each_query_token_past_the_bound_sees_the_keys_up_to_it_and_the_others_are_exact,
+        test_the_lse_of_query_tokens_past_the_bound_is_that_of_the_keys_that_they_see,
+        test_the_fallback_takes_the_edges_from_the_whole_lengths_too,
+    )
+    others = ["-".join(map(str, one)) for one in SITES if one not in FEW_SITES]
+    return [f"{test.__name__}[{site}]" for test in tests for site in others]
