@@ -56,13 +56,15 @@ def plan_tables(
     workgroup_budget: int | None = None,
     sliding_window: int = 0,
     query_length: int = 1,
+    max_context_tokens: int | None = None,
 ) -> tuple[list[list[int]], list[list[int]]]:
     """(work_info, reduce_info) as nested lists of ints.
 
     context_lens: one int per row, tokens, in int32; negative ones act as 0.
     sliding_window: 0 and -1 = none.
+    max_context_tokens: longer rows get the tiles of rows of so many tokens; None = no bound.
     work_info[slot] = [row, begin tile, end tile, length]; reduce_info[row] = [first slot, number of slots].
-    Slots past the last task are zeros.
+    The length is the row's own, past max_context_tokens too. Slots past the last task are zeros.
 
     Raises ConfigError.
     """
@@ -77,6 +79,8 @@ def plan_tables(
         check_int("workgroup_budget", workgroup_budget, at_least=1)
     check_int("sliding_window", sliding_window, at_least=-1)
     check_int("query_length", query_length, at_least=1)
+    if max_context_tokens is not None:
+        check_int("max_context_tokens", max_context_tokens, at_least=1)
 
     capacity = plan_capacity(
         len(lens),
@@ -87,8 +91,9 @@ def plan_tables(
     )
     partitions = num_cu if max_partitions is None else max_partitions
     window = planned_window(sliding_window)
-    first_tiles = [max(n - (query_length - 1) - window, 0) // TILE_TOKENS if window else 0 for n in lens]
-    num_tiles = [-(-n // TILE_TOKENS) - first for n, first in zip(lens, first_tiles, strict=True)]
+    held = lens if max_context_tokens is None else [min(n, max_context_tokens) for n in lens]
+    first_tiles = [max(n - (query_length - 1) - window, 0) // TILE_TOKENS if window else 0 for n in held]
+    num_tiles = [-(-n // TILE_TOKENS) - first for n, first in zip(held, first_tiles, strict=True)]
     total_tiles = max(sum(num_tiles), 1)
     # Every active row has one slot of its own; the rest is shared in proportion to tiles. Rounding the
     # running sums, not the shares, keeps their total exact.

@@ -79,8 +79,9 @@ class PlanSpec:
     """One call site: what all its layers and steps have in common.
 
     num_q_heads, num_kv_heads, head_dim, page_size: local to this rank; num_q_heads is a multiple of num_kv_heads.
-    max_context_tokens: the longest context, MTP tokens included, that any step or replay may carry (R7). Longer
-        lengths are clamped in the refresh.
+    max_context_tokens: the longest context, MTP tokens included, that any step or replay may carry (R7). No key
+        past it is read: of a longer row, query tokens that end within it are exact and those past it see the keys up
+        to it; on aiter none of such a row's tokens is exact.
     q_dtype, kv_dtype: torch dtypes or their names; kept as names.
     kv_layout: "nhd" [pages, page, kv_heads, D], "hnd" [pages, kv_heads, page, D], "packed": K [pages, kv_heads,
         D/x, page, x], V [pages, kv_heads, page/x, D, x], or of FP8 also [pages, kv_heads, D, page], x = 16 bytes.

@@ -77,6 +77,14 @@ GUARDS = (
         "triton_backend/test_planner.py::TestRowPlanner::test_fewer_rows_leave_nothing_of_an_earlier_step",
     ),
     Guard(
+        "the unclamped causal edge",
+        "planlife/kernels/triton_decode.py",
+        "    length = tl.load(task + 3)\n",
+        "    length = tl.minimum(tl.load(task + 3), max_tokens)\n",
+        f"{LIFECYCLE}::test_two_tokens_past_the_bound_leave_the_two_before_them_exact",
+        "triton_backend/test_past_the_bound.py::test_two_tokens_past_the_bound_leave_the_two_before_them_exact",
+    ),
+    Guard(
         "the zeros behind the staged lengths (aiter)",
         "planlife/backends/aiter_backend.py",
         "            tables.lens_and_emptied[num_rows:].zero_()\n",

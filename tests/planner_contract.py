@@ -58,7 +58,12 @@ def spec_of_vector(case: dict[str, Any]) -> PlanSpec:
 
 
 class PlannerContract:
-    """Contract of refresh and sanitize."""
+    """Contract of refresh and sanitize.
+
+    keeps_lengths: whether records have the whole length of a row past the bound, or the bound.
+    """
+
+    keeps_lengths = True
 
     @pytest.fixture
     def backend(self) -> Backend:
@@ -138,12 +143,21 @@ class PlannerContract:
         assert tables_of(plan) == expected_tables([0, 0, 0, 0])
         assert plan.staged_lens.tolist() == [0, 0, 0, 0]
 
-    def test_lengths_are_clamped_to_zero_and_to_the_longest_context(self, backend, make_plan, lens_of):
-        plan = make_plan(rows=4, max_context_tokens=600)
-        lens = lens_of([-7, 600, 601, 2**31 - 1])
-        backend.refresh(plan, lens, 4)
-        assert tables_of(plan) == expected_tables([0, 600, 600, 600])
-        assert lens.tolist() == [-7, 600, 601, 2**31 - 1]
+    @pytest.mark.parametrize("options", [{}, {"sliding_window": 300, "query_length": 4}], ids=str)
+    def test_rows_have_tiles_from_zero_to_the_longest_context_whatever_their_lengths(
+        self, backend, make_plan, lens_of, options
+    ):
+        plan = make_plan(rows=6, max_context_tokens=600, **options)
+        lens = [-7, 600, 601, 6000, -(2**31), 2**31 - 1]
+        given = lens_of(lens)
+        backend.refresh(plan, given, 6)
+        assert given.tolist() == lens
+        work_info, reduce_info = expected_tables([0, 600, 600, 600, 0, 600], **options)
+        assert [record[:3] for record in plan.work_info.tolist()] == [record[:3] for record in work_info]
+        assert plan.reduce_info.tolist() == reduce_info
+        if self.keeps_lengths:
+            work_info = expected_tables(lens, max_context_tokens=600, **options)[0]
+        assert plan.work_info.tolist() == work_info
 
     def test_the_specs_window_query_length_cap_and_budget_reach_the_plan(self, backend, make_plan, lens_of):
         options = {"sliding_window": 300, "query_length": 3, "max_partitions": 2, "workgroup_budget": 9}
@@ -209,6 +223,16 @@ class PlannerContract:
             flags.zero_()
             backend.sanitize(plan, lens, 3, flags, max_tokens)
             assert flags.tolist() == [0, num_clamped]
+
+    def test_the_sanitizer_tells_lengths_past_the_bound_apart_where_the_edges_do(
+        self, backend, make_plan, lens_of, flags
+    ):
+        plan = make_plan(rows=5, max_context_tokens=600)
+        backend.refresh(plan, lens_of([601, 2**31 - 1, 600]), 3)
+        backend.sanitize(plan, lens_of([601, 2**31 - 1, 600]), 3, flags, 600)
+        assert flags.tolist() == [0, 2]
+        backend.sanitize(plan, lens_of([602, 2**31 - 1, 600]), 3, flags, 600)
+        assert flags.tolist() == [int(self.keeps_lengths), 4]
 
     def test_the_sanitizer_reads_the_tables_not_the_staged_lengths(self, backend, make_plan, lens_of, flags):
         plan = make_plan(rows=2)

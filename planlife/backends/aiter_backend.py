@@ -264,6 +264,7 @@ class AiterBackend:
             tables.lens_and_emptied.zero_()
             tables.emptied.fill_(1)
         else:
+            # Clamped: aiter knows no other bound on what it reads than a row's length.
             lens, staged = context_lens[:num_rows], tables.staged_lens[:num_rows]
             torch.clamp(lens, 0, tables.spec.max_context_tokens, out=staged)
             tables.lens_and_emptied[num_rows:].zero_()
@@ -370,7 +371,8 @@ class AiterBackend:
     def sanitize(
         self, tables: AiterPlan, context_lens: torch.Tensor, num_rows: int, flags: torch.Tensor, max_tokens: int
     ) -> None:
-        count_differences(tables, context_lens, num_rows, flags, max_tokens, tables.emptied[0] == 0)
+        is_live = tables.emptied[0] == 0
+        count_differences(tables, context_lens, num_rows, flags, max_tokens, is_live, tables.max_tokens)
 
 
 def _architecture_by_torch(device: Any) -> str:

@@ -75,8 +75,9 @@ class Backend(Protocol):
         ...
 
     def refresh(self, tables: NativePlan, context_lens: Any | None, num_rows: int) -> None:
-        """Plan `num_rows` lengths (None: all rows empty) into `tables`: rows behind them read as 0, lengths are
-        clamped to [0, max_context_tokens], every word of both tables is written."""
+        """Plan `num_rows` lengths (None: all rows empty) into `tables`: rows behind them and negative ones read as 0,
+        tiles end at max_context_tokens, every word of both tables is written. The causal edges of a longer row's query
+        tokens come from its whole length where the kernels can tell it from what they may read."""
         ...
 
     def decode(

@@ -11,7 +11,7 @@ from ..errors import ConfigError
 from ..kernels.torch_decode import decode_into
 from ..kernels.torch_planner import plan_into
 from ..planner import default_workgroup_budget, spec_capacity
-from ..spec import DTYPE_BYTES, PlanSpec, check_int
+from ..spec import DTYPE_BYTES, INT32_MAX, PlanSpec, check_int
 from .base import FLAG_CLAMPED, FLAG_STALE
 
 #: In staged_lens: the tables were emptied on purpose, whatever the length buffer says.
@@ -129,7 +129,7 @@ class TorchBackend:
         if context_lens is None:
             num_rows = 0
         else:
-            staged[:num_rows].copy_(context_lens[:num_rows].clamp(0, spec.max_context_tokens))
+            staged[:num_rows].copy_(context_lens[:num_rows].clamp_min(0))
         staged[num_rows:].zero_()
         plan_into(
             tables.work_info,
@@ -138,6 +138,7 @@ class TorchBackend:
             max_partitions=tables.max_partitions,
             sliding_window=spec.sliding_window,
             query_length=spec.query_length,
+            max_context_tokens=spec.max_context_tokens,
         )
         if context_lens is None:
             staged.fill_(EMPTIED)
@@ -190,11 +191,15 @@ def count_differences(
     flags: torch.Tensor,
     max_tokens: int,
     is_live: torch.Tensor,
+    longest_planned: int = INT32_MAX,
 ) -> None:
-    """`Backend.sanitize` in tensor ops. is_live: bool[]: the tables were not emptied on purpose."""
+    """`Backend.sanitize` in tensor ops.
+
+    is_live: bool[]: the tables were not emptied on purpose. longest_planned: what longer rows are in the tables.
+    """
     lens = context_lens[:num_rows]
     wanted = torch.zeros_like(tables.staged_lens)
-    wanted[:num_rows].copy_(lens.clamp(0, tables.spec.max_context_tokens))
+    wanted[:num_rows].copy_(lens.clamp(0, longest_planned))
     first_slots, num_slots = tables.reduce_info.to(torch.int64).unbind(1)
     # Not staged_lens: the tables are what a decode reads. An empty last row may start one slot past them.
     in_tables = tables.work_info[:, 3][first_slots.clamp(0, tables.capacity - 1)]

@@ -234,7 +234,9 @@ def _attend(
     lengths = row_length[..., None].expand(-1, -1, TILE_TOKENS).flatten(1)
     positions = torch.arange(tiles.start * TILE_TOKENS, tiles.stop * TILE_TOKENS, device=device)
     columns = torch.div(positions, spec.page_size, rounding_mode="floor")
-    held = (positions < lengths) & (columns < block_tables.shape[1])
+    # A length may be past what the row holds: query tokens see the keys up to that.
+    most_held = min(block_tables.shape[1] * spec.page_size, spec.max_context_tokens)
+    held = positions < lengths.clamp_max(most_held)
     pages = block_tables[rows.start : rows.stop].index_select(1, columns.clamp_max(block_tables.shape[1] - 1))
     # Masked before it is used as an index: an entry past the row's pages may be anything.
     pages = torch.where(held, pages, 0).to(torch.int64)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..planner import TILE_TOKENS, planned_window
+from ..spec import INT32_MAX
 
 
 def plan_into(
@@ -19,23 +20,26 @@ def plan_into(
     max_partitions: int,
     sliding_window: int,
     query_length: int,
+    max_context_tokens: int = INT32_MAX,
 ) -> None:
     """Plan `context_lens` and overwrite every word of both tables.
 
     work_info: int32[capacity, 4], out.
     reduce_info: int32[rows, 2], out.
     context_lens: int32[rows], >= 0.
+    max_context_tokens: longer rows get the tiles of rows of so many tokens; their length stays whole.
 
     Capture: yes. Syncs: no. Allocates: temporaries through torch.
     """
     capacity, rows = work_info.shape[0], context_lens.shape[0]
     lens = context_lens.to(torch.int64)  # running tile sums times slots do not fit int32
+    held = lens.clamp_max(max_context_tokens)
     window = planned_window(sliding_window)
     if window:
-        first_tiles = _floor_div((lens - (query_length - 1 + window)).clamp_min(0), TILE_TOKENS)
+        first_tiles = _floor_div((held - (query_length - 1 + window)).clamp_min(0), TILE_TOKENS)
     else:
-        first_tiles = torch.zeros_like(lens)
-    num_tiles = _floor_div(lens + (TILE_TOKENS - 1), TILE_TOKENS) - first_tiles
+        first_tiles = torch.zeros_like(held)
+    num_tiles = _floor_div(held + (TILE_TOKENS - 1), TILE_TOKENS) - first_tiles
     active = (num_tiles > 0).to(torch.int64)
 
     tiles_after = num_tiles.cumsum(0)

@@ -21,7 +21,6 @@ from ..spec import DTYPE_BYTES, FP8_DTYPES, PlanSpec
 from .triton_launch import Kernel, Launch
 
 _LOG2_E = math.log2(math.e)
-_INT32_MAX = 2**31 - 1
 _ALIGN_BYTES = 16  # what one load instruction can take
 
 _TILE = tl.constexpr(TILE_TOKENS)
@@ -172,7 +171,7 @@ def _decode_tasks(
 
     row_table = block_tables + row.to(tl.int64) * table_row_stride
     offsets = tl.arange(0, BLOCK_N)
-    ends = length - (QUERY_LENGTH - 1) + token
+    ends = length - tl.maximum(QUERY_LENGTH - 1 - token, 0)  # padding has no token; it must not overflow
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     output = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -505,13 +504,12 @@ class _PreparedDecode:
             "HEAD_DIM": spec.head_dim,
             "BLOCK_D": _padded(spec.head_dim),
         }
-        window = planned_window(spec.sliding_window)
         pack = _ALIGN_BYTES // DTYPE_BYTES[spec.kv_dtype]
         decode: dict[str, Any] = {
             **shape,
             "PAGE": spec.page_size,
             "PACK": pack if spec.kv_layout == "packed" else 0,
-            "WINDOW": window if window < spec.max_context_tokens else 0,
+            "WINDOW": planned_window(spec.sliding_window),
             "SCALED": is_fp8,
             "PER_TOKEN": spec.scales == "per_token",
             "FP8_BIAS": fp8_bias,
@@ -578,7 +576,6 @@ class _PreparedDecode:
         # Rows beyond the tables' have no page to read, so they cannot have tasks either.
         num_rows = min(num_tokens // spec.query_length, reduce_info.shape[0], table_rows)
         table_tokens = columns * spec.page_size
-        whole_tiles = -(-min(table_tokens, spec.max_context_tokens) // TILE_TOKENS) * TILE_TOKENS
         query_token_stride, query_head_stride, _ = query.stride()
         strides = (*_key_strides(key_cache, spec.kv_layout), *_value_strides(value_cache, spec.kv_layout, self._pack))
         pack, query_pack = self._pack, self._query_pack
@@ -608,7 +605,7 @@ class _PreparedDecode:
             int(value_tensor is not work_info),
             num_rows,
             num_slots,
-            min(table_tokens, whole_tiles, _INT32_MAX),
+            min(table_tokens, spec.max_context_tokens),
             query_token_stride,
             query_head_stride,
             *strides,

@@ -33,8 +33,9 @@ _SANITIZE_ROWS = 1024
 
 
 @triton.jit
-def _row_tiles(length, tokens_behind):
-    """(first tile, tiles) of rows of `length` >= 0 tokens; nothing overflows int32."""
+def _row_tiles(length, max_tokens, tokens_behind):
+    """(first tile, tiles) of rows of `length` >= 0 tokens, as far as max_tokens; nothing overflows int32."""
+    length = tl.minimum(length, max_tokens)
     first = tl.maximum(length - tokens_behind, 0) >> 8
     return first, (length >> 8) + ((length & 255) > 0).to(tl.int32) - first
 
@@ -70,9 +71,8 @@ def _store_records(work_info, slots, mask, row, begin, end, length):
 
 
 @triton.jit
-def _read_lens(lens, rows, num_rows, max_tokens):
-    length = tl.load(lens + rows, rows < num_rows, other=0)
-    return tl.minimum(tl.maximum(length, 0), max_tokens)
+def _read_lens(lens, rows, num_rows):
+    return tl.maximum(tl.load(lens + rows, rows < num_rows, other=0), 0)
 
 
 @Kernel
@@ -93,8 +93,8 @@ def _plan_rows(
     """Block i plans row i, and clears its share of the slots behind the last task."""
     row = tl.program_id(0)
     rows = tl.arange(0, ROWS)
-    length = _read_lens(lens, rows, num_rows, max_tokens)
-    first, tiles = _row_tiles(length, tokens_behind)
+    length = _read_lens(lens, rows, num_rows)
+    first, tiles = _row_tiles(length, max_tokens, tokens_behind)
     tiles_after = tl.cumsum(tiles.to(tl.int64), 0)
     total_tiles = tl.maximum(tl.sum(tiles.to(tl.int64), 0), 1)
     spare_slots = (capacity - tl.sum((tiles > 0).to(tl.int32), 0)).to(tl.int64)
@@ -103,8 +103,8 @@ def _plan_rows(
     first_slot = tl.sum(tl.where(rows < row, tasks, 0), 0)
     end_slot = tl.sum(tasks, 0)
     tasks = tl.sum(tl.where(rows == row, tasks, 0), 0)
-    length = _read_lens(lens, row, num_rows, max_tokens)  # again: cheaper than to pick it out of a block
-    first, tiles = _row_tiles(length, tokens_behind)
+    length = _read_lens(lens, row, num_rows)  # again: cheaper than to pick it out of a block
+    first, tiles = _row_tiles(length, max_tokens, tokens_behind)
     tl.store(reduce_info + row * 2, first_slot)
     tl.store(reduce_info + row * 2 + 1, tasks)
     tl.store(staged_lens + row, tl.where(empty != 0, -1, length))
@@ -143,8 +143,8 @@ def _plan_slots(
     total_tiles = tl.full((), 0, tl.int64)
     spare_slots = capacity
     for from_row in range(0, plan_rows, ROWS):
-        length = _read_lens(lens, from_row + tl.arange(0, ROWS), num_rows, max_tokens)
-        _, tiles = _row_tiles(length, tokens_behind)
+        length = _read_lens(lens, from_row + tl.arange(0, ROWS), num_rows)
+        _, tiles = _row_tiles(length, max_tokens, tokens_behind)
         total_tiles += tl.sum(tiles.to(tl.int64), 0)
         spare_slots -= tl.sum((tiles > 0).to(tl.int32), 0)
     total_tiles = tl.maximum(total_tiles, 1)
@@ -158,8 +158,8 @@ def _plan_slots(
     slots_before = tl.full((), 0, tl.int32)
     for from_row in range(0, plan_rows, ROWS):
         rows = from_row + tl.arange(0, ROWS)
-        length = _read_lens(lens, rows, num_rows, max_tokens)
-        _, tiles = _row_tiles(length, tokens_behind)
+        length = _read_lens(lens, rows, num_rows)
+        _, tiles = _row_tiles(length, max_tokens, tokens_behind)
         tiles_after = tiles_before + tl.cumsum(tiles.to(tl.int64), 0)
         tasks = _row_tasks(tiles, tiles_after, total_tiles, spare_slots.to(tl.int64), max_partitions)
         ends = slots_before + tl.cumsum(tasks, 0)
@@ -182,8 +182,8 @@ def _plan_slots(
 
     planned = slots < slots_before
     owner = tl.where(planned, owner, 0)
-    length = tl.where(planned, _read_lens(lens, owner, num_rows, max_tokens), 0)
-    first, tiles = _row_tiles(length, tokens_behind)
+    length = tl.where(planned, _read_lens(lens, owner, num_rows), 0)
+    first, tiles = _row_tiles(length, max_tokens, tokens_behind)
     tasks = tl.where(planned, end_slots - begin_slots, 1)
     part = tl.where(planned, slots - begin_slots, 0)
     begin = first + _part_tiles(part, tiles, tasks)
@@ -208,8 +208,8 @@ def _sum_tiles(
     """Stage the lengths, and sum each block's rows."""
     block = tl.program_id(0)
     rows = block * ROWS + tl.arange(0, ROWS)
-    length = _read_lens(lens, rows, num_rows, max_tokens)
-    _, tiles = _row_tiles(length, tokens_behind)
+    length = _read_lens(lens, rows, num_rows)
+    _, tiles = _row_tiles(length, max_tokens, tokens_behind)
     tl.store(staged_lens + rows, tl.where(empty != 0, -1, length), rows < plan_rows)
     tl.store(tile_sums + block, tl.sum(tiles.to(tl.int64), 0))
     tl.store(tile_active + block, tl.sum((tiles > 0).to(tl.int32), 0))
@@ -227,6 +227,7 @@ def _share_slots(
     plan_rows: tl.int32,
     capacity: tl.int32,
     max_partitions: tl.int32,
+    max_tokens: tl.int32,
     tokens_behind: tl.int32,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -246,7 +247,7 @@ def _share_slots(
     rows = block * ROWS + tl.arange(0, ROWS)
     inside = rows < plan_rows
     length = tl.maximum(tl.load(staged_lens + rows, inside, other=0), 0)
-    _, tiles = _row_tiles(length, tokens_behind)
+    _, tiles = _row_tiles(length, max_tokens, tokens_behind)
     tiles_after = tiles_before + tl.cumsum(tiles.to(tl.int64), 0)
     tasks = _row_tasks(tiles, tiles_after, tl.maximum(total_tiles, 1), spare_slots.to(tl.int64), max_partitions)
     tl.store(reduce_info + rows * 2 + 1, tasks, inside)
@@ -263,6 +264,7 @@ def _fill_records(
     tile_ends,
     plan_rows: tl.int32,
     capacity: tl.int32,
+    max_tokens: tl.int32,
     tokens_behind: tl.int32,
     num_blocks: tl.int32,
     ROWS: tl.constexpr,
@@ -315,7 +317,7 @@ def _fill_records(
     tasks = tl.load(reduce_info + row * 2 + 1, planned, other=1)
     part = local_slots - (tl.load(tile_ends + row, planned, other=0) - tasks)
     part = tl.where(planned, part, 0)
-    first, tiles = _row_tiles(length, tokens_behind)
+    first, tiles = _row_tiles(length, max_tokens, tokens_behind)
     begin = first + _part_tiles(part, tiles, tasks)
     end = first + _part_tiles(part + 1, tiles, tasks)
     _store_records(work_info, slots, slots < capacity, row, begin, end, length)
@@ -337,7 +339,6 @@ def _compare_lens(
     flags,
     num_rows: tl.int32,
     max_tokens: tl.int32,
-    countable_tokens: tl.int32,
     plan_rows: tl.int32,
     capacity: tl.int32,
     STALE: tl.constexpr,
@@ -348,14 +349,14 @@ def _compare_lens(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < plan_rows
     length = tl.load(lens + rows, rows < num_rows, other=0)
-    wanted = tl.minimum(tl.maximum(length, 0), max_tokens)
+    wanted = tl.maximum(length, 0)
     slots = tl.load(reduce_info + rows * 2, inside, other=0)
     tasks = tl.load(reduce_info + rows * 2 + 1, inside, other=0)
     # Not the staged lengths: the tables are what a decode reads. What they say may be anything by now.
     slots = tl.minimum(tl.maximum(slots, 0), capacity - 1)
     planned = tl.load(work_info + slots * 4 + 3, inside & (tasks > 0), other=0)
     is_stale = tl.max(((planned != wanted) & inside).to(tl.int64), 0)
-    num_clamped = tl.sum((length > countable_tokens).to(tl.int64), 0)
+    num_clamped = tl.sum((length > max_tokens).to(tl.int64), 0)
     if num_clamped > 0:
         tl.atomic_add(flags + CLAMPED, num_clamped)
 
@@ -544,12 +545,12 @@ class TiledPlanner:
         )  # fmt: skip
         self._share(
             (num_blocks, 1, 1), staged_lens, reduce_info, self._sums, self._active, self._tasks, self._ends, plan_rows,
-            capacity, max_partitions, tokens_behind,
+            capacity, max_partitions, max_tokens, tokens_behind,
         )  # fmt: skip
         num_programs = max(num_blocks, -(-capacity // _FILL_SLOTS))
         self._fill(
             (num_programs, 1, 1), staged_lens, work_info, reduce_info, self._tasks, self._ends, plan_rows, capacity,
-            tokens_behind, num_blocks,
+            max_tokens, tokens_behind, num_blocks,
         )  # fmt: skip
 
 
@@ -590,6 +591,6 @@ class Sanitizer:
         """Backend.sanitize; lengths above max_tokens are counted. Capture: yes. Syncs: no. Allocates: no."""
         numbers = self._numbers
         self._launch(
-            (-(-numbers.plan_rows // _SANITIZE_ROWS), 1, 1), lens, *self._tables, flags, num_rows, numbers.max_tokens,
-            max_tokens, numbers.plan_rows, numbers.capacity,
+            (-(-numbers.plan_rows // _SANITIZE_ROWS), 1, 1), lens, *self._tables, flags, num_rows, max_tokens,
+            numbers.plan_rows, numbers.capacity,
         )  # fmt: skip

@@ -603,7 +603,7 @@ class FakeBackend:
         self, tables: FakePlan, context_lens: FakeTensor, num_rows: int, flags: FakeTensor, max_tokens: int
     ) -> None:
         self._count("sanitize")
-        kernel = partial(_sanitize, tables.spec, tables.plan_rows, num_rows, max_tokens)
+        kernel = partial(_sanitize, tables.plan_rows, num_rows, max_tokens)
         tables.buffer.device.launch(kernel, tables.buffer, context_lens, flags)
 
 
@@ -616,9 +616,9 @@ def _scratch_bytes(spec: PlanSpec, plan_rows: int, num_compute_units: int) -> in
     return slots * spec.query_rows_per_kv_head * (8 + 4 * spec.head_dim)
 
 
-def _planned_lens(spec: PlanSpec, plan_rows: int, num_rows: int, lens: Sequence[int]) -> list[int]:
-    clamped = [min(max(length, 0), spec.max_context_tokens) for length in lens[:num_rows]]
-    return clamped + [0] * (plan_rows - len(clamped))
+def _planned_lens(plan_rows: int, num_rows: int, lens: Sequence[int]) -> list[int]:
+    planned = [max(length, 0) for length in lens[:num_rows]]
+    return planned + [0] * (plan_rows - len(planned))
 
 
 def _refresh(
@@ -631,13 +631,14 @@ def _refresh(
 ) -> None:
     lens = [] if context_lens is None else context_lens.values
     tables = plan_tables(
-        _planned_lens(spec, plan_rows, num_rows, lens),
+        _planned_lens(plan_rows, num_rows, lens),
         num_kv_heads=spec.num_kv_heads,
         num_cu=num_compute_units,
         max_partitions=spec.max_partitions,
         workgroup_budget=spec.workgroup_budget,
         sliding_window=spec.sliding_window,
         query_length=spec.query_length,
+        max_context_tokens=spec.max_context_tokens,
     )
     emptied = context_lens is None
     buffer.write((*tables, emptied))
@@ -665,16 +666,10 @@ def _decode(
 
 
 def _sanitize(
-    spec: PlanSpec,
-    plan_rows: int,
-    num_rows: int,
-    max_tokens: int,
-    buffer: FakeBuffer,
-    context_lens: FakeTensor,
-    flags: FakeTensor,
+    plan_rows: int, num_rows: int, max_tokens: int, buffer: FakeBuffer, context_lens: FakeTensor, flags: FakeTensor
 ) -> None:
     words, lens = flags.values, context_lens.values[:num_rows]
-    is_current = _lens_in(buffer) == _planned_lens(spec, plan_rows, num_rows, lens)
+    is_current = _lens_in(buffer) == _planned_lens(plan_rows, num_rows, lens)
     words[FLAG_STALE] += not (is_current or buffer.read()[2])
     words[FLAG_CLAMPED] += sum(length > max_tokens for length in lens)
     flags._store(words)

@@ -15,6 +15,7 @@ def reference_decode(
     *,
     query_length: int = 1,
     sliding_window: int = 0,
+    max_context_tokens: int | None = None,
     kv_layout: str = "nhd",
     key_scale: torch.Tensor | float = 1.0,
     value_scale: torch.Tensor | float = 1.0,
@@ -29,11 +30,13 @@ def reference_decode(
         [pages, kv_heads, head_dim, page].
     block_tables: int32[rows, columns]; only entries of a row's own pages are looked at.
     context_lens: int32[rows], query tokens included.
+    max_context_tokens: keys past it are not seen, by no query token; None = all that the block table has.
     key_scale, value_scale: one number, or float32[pages, kv_heads, page] or [..., 1]: what the stored values stand for.
     sinks: float[q_heads]: a logit per head that takes part in the softmax and has the value 0.
     lse: float[rows * query_length, q_heads], filled with the log-sum-exp of the logits that each query token sees, the
         sink's among them; -inf where it sees none.
-    Query token p of a row of length L sees keys [max(0, end - window), end), end = L - query_length + 1 + p.
+    Query token p of a row of length L sees keys [max(0, end - window), end), end = L - query_length + 1 + p, as far as
+    there are such keys: within max_context_tokens and the columns of the block table.
 
     Raises ValueError. Capture: no. Syncs: yes. Allocates: yes.
     """
@@ -49,15 +52,15 @@ def reference_decode(
     for row, length in enumerate(context_lens.tolist()):
         if length <= 0:
             continue
-        pages = block_tables[row, : -(-length // page)].tolist()
-        keys = torch.cat([_tokens(key_cache[p], kv_layout, True) * _scales(key_scale, p) for p in pages])[:length]
-        values = torch.cat([_tokens(value_cache[p], kv_layout, False) * _scales(value_scale, p) for p in pages])[
-            :length
-        ]
+        held = min(length, block_tables.shape[1] * page, length if max_context_tokens is None else max_context_tokens)
+        pages = block_tables[row, : -(-held // page)].tolist()
+        keys = torch.cat([_tokens(key_cache[p], kv_layout, True) * _scales(key_scale, p) for p in pages])
+        values = torch.cat([_tokens(value_cache[p], kv_layout, False) * _scales(value_scale, p) for p in pages])
         for token in range(query_length):
             end = length - query_length + 1 + token
             begin = max(end - sliding_window, 0) if sliding_window > 0 else 0
-            if end <= 0:
+            end = min(end, held)
+            if end <= begin:
                 continue
             for head in range(num_q_heads):
                 seen = slice(begin, end), head // group

@@ -14,6 +14,8 @@ from ..lifecycle.test_guard import *  # noqa: F403
 from ..lifecycle.test_lse_and_merge import *  # noqa: F403
 from ..lifecycle.test_memory_and_values import *  # noqa: F403
 from ..lifecycle.test_named_fallback import *  # noqa: F403
+from ..lifecycle.test_past_the_bound import *  # noqa: F403
+from ..lifecycle.test_past_the_bound import names_of_other_sites
 from ..lifecycle.test_refresh_and_marks import *  # noqa: F403
 from ..lifecycle.test_segments import *  # noqa: F403
 from ..lifecycle.test_threads_while_capturing import *  # noqa: F403
@@ -50,6 +52,7 @@ NOT_HERE = {
             "test_both_halves_and_their_merge_are_one_graph",
             "test_a_cascade_over_a_shared_prefix_equals_the_whole",
             "test_tokens_of_a_draft_share_a_prefix_as_rows_of_their_own",
+            "test_the_lse_of_query_tokens_past_the_bound_is_that_of_the_keys_that_they_see",
         ),
         _NO_LSE,
     ),
@@ -63,6 +66,11 @@ NOT_HERE = {
     **dict.fromkeys(_OTHER_LAYOUTS, "aiter reads packed caches"),
     "test_an_infinite_value_that_is_attended_comes_out_and_reaches_nothing_else": "aiter says nothing of infinite V",
     "test_the_unused_tail_of_a_last_page_reaches_no_output": "poisons tails of V, which aiter wants finite",
+    "test_query_tokens_past_the_columns_of_the_block_table_see_the_keys_that_it_has": (
+        "aiter reads behind the table; that it is seen: "
+        "test_a_replayed_length_above_what_a_row_can_have_is_clamped_and_counted"
+    ),
+    **dict.fromkeys(names_of_other_sites(), "each is run in every row count when it is minted"),
     "test_outputs_of_one_and_of_two_tasks_per_compute_unit_agree[float32]": "aiter takes no float32",
 }
 

@@ -28,6 +28,8 @@ def double(request: pytest.FixtureRequest) -> Iterator[AiterDouble]:
 
 
 class TestPlanner(PlannerContract):
+    keeps_lengths = False
+
     @pytest.fixture
     def backend(self, double: AiterDouble) -> AiterBackend:
         return AiterBackend()

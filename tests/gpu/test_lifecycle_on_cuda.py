@@ -15,6 +15,8 @@ from ..lifecycle.test_dummies import *  # noqa: F403
 from ..lifecycle.test_guard import *  # noqa: F403
 from ..lifecycle.test_handed_over import *  # noqa: F403
 from ..lifecycle.test_memory_and_values import *  # noqa: F403
+from ..lifecycle.test_past_the_bound import *  # noqa: F403
+from ..lifecycle.test_past_the_bound import SITES, site
 from ..lifecycle.test_refresh_and_marks import *  # noqa: F403
 from ..lifecycle.test_refresh_and_marks import gc_off  # noqa: F401
 from ..lifecycle.test_segments import *  # noqa: F403
@@ -44,4 +46,5 @@ def specs_ahead() -> list[PlanSpec]:
         *({"query_length": length} for length in (2, 3)),
         *({"sliding_window": width} for width in (100, 130)),
     ]
-    return [*(small_spec(**change) for change in changes), *(replace(SPEC, **change) for change in changes)]
+    specs = [*(small_spec(**change) for change in changes), *(replace(SPEC, **change) for change in changes)]
+    return [*specs, *(site(*one) for one in SITES)]

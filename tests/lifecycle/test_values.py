@@ -119,7 +119,8 @@ class Served:
 
     def expected(self, lens: torch.Tensor | None = None) -> torch.Tensor:
         lens = self.lens if lens is None else lens
-        options = {"query_length": self.spec.query_length, "sliding_window": self.spec.sliding_window}
+        names = ("query_length", "sliding_window", "max_context_tokens")
+        options = {name: getattr(self.spec, name) for name in names}
         scale = self.spec.head_dim**-0.5
         call = (self.query.cpu(), *self.nhd, self.tables.cpu(), lens.cpu(), scale)
         return reference_decode(*call, **options, **self.extras)

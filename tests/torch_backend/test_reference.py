@@ -44,6 +44,20 @@ def test_a_context_shorter_than_the_query_leaves_its_leading_tokens_zero():
     assert one_row(0, torch.zeros(3, PAGE, 1, DIM)).tolist() == [0.0]
 
 
+def test_keys_past_the_bound_or_the_table_are_cut_and_the_edges_are_not():
+    def seen(length: int, **options) -> list[float]:
+        return pytest.approx(one_row(length, torch.zeros(3, PAGE, 1, DIM), query_length=3, **options).tolist())
+
+    assert seen(9) == [4.0, 4.5, 5.0]
+    assert seen(9, max_context_tokens=8) == [4.0, 4.5, 4.5]
+    assert seen(9, max_context_tokens=8, sliding_window=2) == [6.5, 7.5, 8.0]
+    for longest in (10, 2**31 - 1):
+        assert seen(longest, max_context_tokens=8) == [4.5] * 3
+        assert seen(longest, max_context_tokens=7, sliding_window=1) == [0.0] * 3
+    for bound in (None, 1000):
+        assert seen(2**31 - 1, max_context_tokens=bound) == [6.5] * 3
+
+
 def test_the_lse_is_the_log_of_what_the_weights_are_divided_by():
     keys = torch.zeros(3, PAGE, 1, DIM)
     keys[1, 1] = 0.5  # token 5: a logit of 1 for a query of ones

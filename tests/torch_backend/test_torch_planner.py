@@ -32,6 +32,7 @@ def test_two_thousand_random_plans_equal_the_host_planner():
         window, query_length = rng.choice([0, 0, 1, 255, 256, 257, 9000]), rng.randint(1, 6)
         longest = rng.choice([1, 300, 5000, 300_000, 2**31 - 1])
         lens = [rng.choice([0, rng.randint(0, longest)]) for _ in range(rng.randint(1, 33))]
+        bound = rng.choice([None, 1, 256, rng.randint(1, longest)])
         work_info = torch.full((plan_capacity(len(lens), **options), 4), POISON, dtype=torch.int32)
         reduce_info = torch.full((len(lens), 2), POISON, dtype=torch.int32)
         plan_into(
@@ -41,6 +42,9 @@ def test_two_thousand_random_plans_equal_the_host_planner():
             max_partitions=options["max_partitions"] or num_cu,
             sliding_window=window,
             query_length=query_length,
+            **({} if bound is None else {"max_context_tokens": bound}),
         )
-        expected = plan_tables(lens, sliding_window=window, query_length=query_length, **options)
-        assert (work_info.tolist(), reduce_info.tolist()) == expected, (lens, options, window, query_length)
+        expected = plan_tables(
+            lens, sliding_window=window, query_length=query_length, max_context_tokens=bound, **options
+        )
+        assert (work_info.tolist(), reduce_info.tolist()) == expected, (lens, options, window, query_length, bound)

@@ -51,7 +51,7 @@ def tensor_plan(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     work_info = torch.empty((spec_capacity(spec, case.plan_rows, case.num_cu), 4), dtype=torch.int32, device=device)
     reduce_info = torch.empty((case.plan_rows, 2), dtype=torch.int32, device=device)
     lens = torch.zeros(case.plan_rows, dtype=torch.int32, device=device)
-    lens[: len(case.lens)] = torch.tensor(case.lens, dtype=torch.int32).clamp(0, spec.max_context_tokens)
+    lens[: len(case.lens)] = torch.tensor(case.lens, dtype=torch.int32).clamp_min(0)
     plan_into(
         work_info,
         reduce_info,
@@ -59,6 +59,7 @@ def tensor_plan(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor]:
         max_partitions=spec.max_partitions or case.num_cu,
         sliding_window=spec.sliding_window,
         query_length=spec.query_length,
+        max_context_tokens=spec.max_context_tokens,
     )
     return work_info, reduce_info
 

@@ -50,11 +50,13 @@ def test_a_decode_shows_the_lengths_in_its_tables():
     assert world.output.values == [5, 6, 7, 0]
 
 
-def test_the_tables_are_those_of_the_host_planner_with_lengths_clamped():
+def test_the_tables_are_those_of_the_host_planner():
     world = World()
     world.lens.write([-1, 1001, 17])
     world.refresh()
-    assert (world.plan.work_info, world.plan.reduce_info) == plan_tables([0, 1000, 17, 0], num_kv_heads=2, num_cu=8)
+    assert (world.plan.work_info, world.plan.reduce_info) == plan_tables(
+        [0, 1001, 17, 0], num_kv_heads=2, num_cu=8, max_context_tokens=1000
+    )
     world.backend.refresh(world.plan, None, 4)
     assert (world.plan.work_info, world.plan.reduce_info) == plan_tables([0, 0, 0, 0], num_kv_heads=2, num_cu=8)
 

@@ -399,11 +399,13 @@ def test_rows_behind_the_plan_are_zeros_of_no_earlier_step() -> None:
     assert world.run([0, 4096, 0, 1]) == [0, 4096, 0, 1]  # mixed
 
 
-def test_lengths_beyond_the_bound_are_clamped_and_counted() -> None:
-    """C55: in the refresh, so that no kernel reads out of bounds."""
+def test_lengths_beyond_the_bound_get_the_tiles_of_the_bound_and_are_counted() -> None:
+    """C55: so that no kernel reads out of bounds; C90: records have the whole length."""
     world = FakeWorld(sanitize="count")
     world.warm()
-    assert world.run([4095, 4096, 4097, 1 << 30, -5, 0]) == [4095, 4096, 4096, 4096, 0, 0]
+    plan = world.manager.plan_for(world.step([4095, 4096, 4097, 1 << 30, -5, 0]))
+    assert world.decode(plan) == [4095, 4096, 4097, 1 << 30, 0, 0]
+    assert max(end for _, _, end, _ in plan.native.work_info) == 4096 // 256
     assert world.counters["lengths_clamped"] == 2
     assert world.counters["stale_detected"] == 0
 

@@ -101,6 +101,30 @@ def test_with_a_window_the_query_length_matters():
     assert plan_tables([512], **options) != plan_tables([512], **options, query_length=2)
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    lens=st.lists(st.integers(0, 3000) | st.integers(0, 2**31 - 1), min_size=1, max_size=8),
+    bound=st.integers(1, 2000),
+    query_length=st.integers(1, 6),
+    window=st.sampled_from([0, 1, 255, 256, 257, 5000]),
+)
+def test_the_tiles_of_a_row_past_the_bound_hold_all_that_its_query_tokens_see_within_it(
+    lens, bound, query_length, window
+):
+    options = {"num_kv_heads": 1, "num_cu": 8, "sliding_window": window, "query_length": query_length}
+    work_info, reduce_info = plan_tables(lens, max_context_tokens=bound, **options)
+    clamped, of_clamped = plan_tables([min(length, bound) for length in lens], **options)
+    assert reduce_info == of_clamped  # so that no table grows
+    assert [record[:3] for record in work_info] == [record[:3] for record in clamped]
+    for row, (length, (slot, tasks)) in enumerate(zip(lens, reduce_info, strict=True)):
+        records = work_info[slot : slot + tasks]
+        assert {(record[0], record[3]) for record in records} == ({(row, length)} if length else set())
+        for end in range(length - query_length + 1, length + 1):
+            begin, end = max(end - window, 0) if window else 0, min(end, bound)
+            if begin < end:
+                assert records[0][1] * 256 <= begin and end <= records[-1][2] * 256
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 30_000), min_size=1, max_size=20), st.integers(1, 20))
 def test_empty_rows_behind_change_no_integer_of_the_real_rows(lens, num_empty):
@@ -125,6 +149,7 @@ def test_empty_rows_behind_change_no_integer_of_the_real_rows(lens, num_empty):
         ([1], {"sliding_window": -2}, "sliding_window must be >= -1, got -2"),
         ([1], {"sliding_window": 1.5}, "sliding_window must be an int, got 1.5"),
         ([1], {"query_length": 0}, "query_length must be >= 1, got 0"),
+        ([1], {"max_context_tokens": 0}, "max_context_tokens must be >= 1, got 0"),
         ([1], {"query_length": True}, "query_length must be an int, got True"),
     ],
 )

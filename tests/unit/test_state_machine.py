@@ -130,9 +130,6 @@ class ManagerLife(RuleBasedStateMachine):
         owner = step.owner if type(step.owner) is int else ("id", id(step.owner))
         return (OWNERS[step.site], owner, step.revision, step.context_lens._version, capture)
 
-    def clamped(self, lens: list[int]) -> list[int]:
-        return [min(length, 4096) for length in lens]
-
     def planned(self, step: Step) -> Planned | None:
         """plan_for, which may be refused; None then."""
         self.backend.work = self.work_of(step)
@@ -163,7 +160,7 @@ class ManagerLife(RuleBasedStateMachine):
             return [0] * len(planned.lens)
         if planned.plan.route == "fallback":
             return list(planned.step.context_lens.values)
-        return self.clamped(planned.lens)
+        return planned.lens
 
     def decode(self, planned: Planned) -> bool:
         """True if the decode was accepted; then it decoded the lengths of its step."""
@@ -291,9 +288,9 @@ class ManagerLife(RuleBasedStateMachine):
         if dummy and not live.in_graph:
             assert found == [0] * live.rows
         elif dummy:
-            assert found == self.clamped(live.lens.values)  # an engine zeroes its buffer
+            assert found == live.lens.values  # an engine zeroes its buffer
         else:
-            assert found == self.clamped(lens)
+            assert found == lens
 
     def note_replay(self, live: LiveGraph) -> None:
         """Tables changed unseen: what was noted of their work is void."""
