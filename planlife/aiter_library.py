@@ -397,7 +397,7 @@ def _older(decode: Callable[..., Any]) -> list[str]:
     if found or (work_plan is not None and work_plan.default is not inspect.Parameter.empty):
         if _OF_TWO_HEAD_DIMS in parameters:
             return [
-                f"the aiter here is of another contract (its pa_decode takes {_OF_TWO_HEAD_DIMS}, for values of another "
+                f"the aiter here is of another contract (its pa_decode takes {_OF_TWO_HEAD_DIMS}, for V of another "
                 f"head_dim than the keys, and its plans are not mandatory): {_INSTEAD}"
             ]
         sign = f"takes {', '.join(found)}" if found else "has a default for work_plan"

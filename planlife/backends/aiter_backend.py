@@ -450,8 +450,8 @@ def _check_lse(lse: object) -> None:
 def _check_v(value_cache: torch.Tensor) -> None:
     if value_cache.dim() == 4:
         raise ConfigError(
-            "value_cache is 4-D: for pages of 16 tokens and float16 queries aiter's kernel for gfx1250 is reported to end "
-            "in a page fault there, which ends the process. Pass V as [pages, kv_heads, page/x, head_dim, x], make the "
+            "value_cache is 4-D: for pages of 16 tokens and float16 queries a page fault of aiter's kernel is reported "
+            "there on gfx1250, which ends the process. Pass V as [pages, kv_heads, page/x, head_dim, x], make the "
             "queries bfloat16, or give the manager backend='triton'."
         )
 
@@ -461,8 +461,8 @@ def _check_words(query: torch.Tensor) -> None:
     # The stride of a single row, or of a single head, is never taken.
     if any(stride % 2 for extent, stride in zip(query.shape[:-1], query.stride(), strict=False) if extent > 1):
         raise ConfigError(
-            f"query's strides are {list(query.stride())}: aiter reads its rows by 4-byte words here, so that all but the "
-            "last must be even. Pass a contiguous one."
+            f"query's strides are {list(query.stride())}: aiter reads its rows by 4-byte words here, so that all but "
+            "the last must be even. Pass a contiguous one."
         )
     if query.data_ptr() % _WORD_BYTES:
         raise ConfigError(

@@ -109,8 +109,8 @@ def refuse_always(spec: PlanSpec, device: Any) -> list[str]:
         )
     if not most_reducer_rows(spec, device.num_compute_units, 1):
         reasons.append(
-            f"aiter's reducer cannot index one row: {_of_the_reducer(spec, 1, device.num_compute_units)}; pass a smaller "
-            "workgroup_budget or max_partitions, or split the heads over more ranks"
+            f"aiter's reducer cannot index one row: {_of_the_reducer(spec, 1, device.num_compute_units)}; pass a "
+            "smaller workgroup_budget or max_partitions, or split the heads over more ranks"
         )
     if spec.softmax_scale is not None and not SCALES_OF_FLOAT32[0] <= spec.softmax_scale <= SCALES_OF_FLOAT32[1]:
         reasons.append(

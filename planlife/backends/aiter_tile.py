@@ -35,7 +35,7 @@ def refuse_tile(spec: PlanSpec, architecture: str, *, has_text_of_gfx1250: bool,
         num_bytes = _bf16_bytes(spec)
     if num_bytes <= most:
         return []
-    shorter = ", a shorter query_length" if is_fp8 and spec.query_length > 1 else ""
+    shorter = ", shorten query_length" if is_fp8 and spec.query_length > 1 else ""
     return [
         f"aiter's kernel for {rows} {what} with head_dim {spec.head_dim} and a {spec.kv_dtype} cache takes "
         f"{num_bytes:,} bytes of local memory (LDS), and has {most:,} on {architecture}; split the heads over more "

@@ -62,7 +62,7 @@ class AiterDouble:
     native_bf16: whether those of G2, G3 and "newer" take BF16 caches on gfx942 and gfx950. G4 never does.
     on_violation: "raise" or "record".
     finite_tails: whether V must be finite behind a row's last token; False for tests that poison what no row owns.
-    tuned_budgets: by rows, what was tuned offline for every shape, as get_cached_budget and prepare_pa_decode_plan tell.
+    tuned_budgets: by rows, what was tuned offline, which get_cached_budget and prepare_pa_decode_plan tell.
     prepares_in_tuning: whether prepare_pa_decode_plan is in `TUNING_MODULE`, as in newer texts, and not in `MODULE`.
     private_scratch: whether live plans must not share scratch, even one after another.
     refresh_delay_cycles: on a GPU, how long a refresh leaves poison in the tables, so that a decode that is not ordered
