@@ -100,7 +100,7 @@ def test_a_tuner_that_cannot_be_asked_is_as_if_it_were_not_there(monkeypatch, na
         raise AssertionError("asked")
 
     settings: dict[str, Any] = {"optional": ("get_cached_budget",), "tuned_budgets": TUNED}
-    with aiter_machine("gfx942", num_cu=NUM_CU, **settings) as double:
+    with aiter_machine("gfx942", num_cu=NUM_CU, **settings):
         library = probe().library
         assert library is not None and library.budget_cache is not None
 
