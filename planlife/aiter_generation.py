@@ -18,7 +18,9 @@ from .aiter_library import (
     PLAN_KEYWORDS,
     AiterLibrary,
     attribute_of,
+    function_of,
     parameters_of,
+    tuning_module,
 )
 
 #: What the first generation with mandatory plans takes; more is newer.
@@ -50,9 +52,10 @@ NEWER_NAMES = {
         "it tells which kv_layout='nhd' caches aiter reads",
         "aiter reads no kv_layout='nhd' cache",
     ),
+    "get_cached_budget": ("a budget that was tuned for a site is the site's", "no budget is tuned offline"),
     "prepare_pa_decode_plan": (
-        "planlife does not call it, and makes plans and scratch of its own",
-        "planlife does not call it",
+        "where budgets were tuned, planlife asks it for one; plans and scratch are its own",
+        "planlife does not need it",
     ),
 }
 #: Those that planlife calls, and where `AiterLibrary` has them.
@@ -60,6 +63,8 @@ _FIELDS = {
     "can_use_flydsl_pa_decode": "can_use",
     "pa_decode_default_workgroup_budget": "workgroup_budget",
     "pa_decode_nhd_max_query_length": "nhd_max_query_length",
+    "get_cached_budget": "budget_cache",
+    "prepare_pa_decode_plan": "prepare",
 }
 #: Some of the first texts with mandatory plans have it: it tells nothing.
 _TELLS_NOTHING = "prepare_pa_decode_plan"
@@ -98,10 +103,11 @@ def imported_generation(library: AiterLibrary | None) -> AiterGeneration | None:
 def tell_generation(module: ModuleType, library: AiterLibrary | None) -> AiterGeneration:
     """Of a defining module that was imported, and what planlife can call of it. Raises nothing."""
     plan, decode = (attribute_of(module, name) for name in ("plan_pa_decode", "pa_decode"))
+    tuning = tuning_module(module)
     newer_names = tuple(
         name
         for name in NEWER_NAMES
-        if callable(attribute_of(module, name)) or (name == "max_batch_size" and name in parameters_of(plan))
+        if function_of(name, module, tuning) or (name == "max_batch_size" and name in parameters_of(plan))
     )
     planner, planner_sign = _planner(module, plan)
     if callable(plan) and callable(decode):

@@ -12,7 +12,7 @@ from importlib import import_module, util
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from .errors import ConfigError, shown
 from .spec import INT32_MAX
@@ -20,6 +20,8 @@ from .spec import INT32_MAX
 #: Names are taken from the module that defines them: the package exports `pa_decode` lazily, under its submodule's
 #: name, so that an attribute of the package is sometimes the function and sometimes the module (ROCm/aiter#5949).
 DEFINING_MODULE = "aiter.ops.flydsl.pa_decode"
+#: Where tuned budgets are found, and in some texts prepare_pa_decode_plan.
+TUNING_MODULE = "aiter.ops.flydsl.pa_decode_tuning"
 _PLANNER_FILE = Path("ops", "flydsl", "pa_decode.py")
 #: What ROCm's aiter has and PyPI's package of that name has not.
 _ROCMS_PACKAGE = "aiter.ops"
@@ -50,15 +52,46 @@ DECODE_KEYWORDS = (
     "max_context_length",
 )
 _BUDGET_KEYWORDS = ("kv_dtype", "head_dim", "block_size", "query_length", "query_group_size", "sliding_window")
+_PREPARE_KEYWORDS = (
+    "compute_type",
+    "key_scale",
+    "value_scale",
+    "sliding_window",
+    "max_partitions",
+    "max_context_length",
+)
+_SHAPE_POSITIONALS = ("batch_size", "context_length", "query_length")
+_SHAPE_KEYWORDS = (
+    "num_query_heads",
+    "num_kv_heads",
+    "head_dim",
+    "page_size",
+    "dtype",
+    "per_token",
+    "trans_v",
+    "window",
+)
 _NHD_KEYWORDS = ("kv_dtype", "head_dim", "block_size", "query_group_size")
 
 #: Only older ones have these: before ROCm/aiter#5809 a plan was optional.
 _BEFORE_PLANS_WERE_MANDATORY = ("max_context_partition_num", "ps", "tuned_file")
 
+#: One with another head_dim for V, which has neither mandatory plans nor this contract.
+_OF_TWO_HEAD_DIMS = "value_head_size"
+
 #: What to tell whoever has none, and whoever has one that cannot be used.
 WHERE_FROM = "it comes with the ROCm images (PyPI's aiter is another project)"
 _UPGRADE = "upgrade aiter to one with ROCm/aiter#5809, together with the engine that calls it"
+_INSTEAD = "install one whose plans are mandatory, as ROCm/aiter#5809 has them"
 OTHERWISE = "or pass 'triton', 'torch' or 'auto'"
+
+
+class BudgetCache(NamedTuple):
+    """get_cached_budget of `TUNING_MODULE`, and make_shape and storage_key, which make its arguments."""
+
+    get: Callable[..., Any]
+    make_shape: Callable[..., Any]
+    storage_key: Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -68,6 +101,7 @@ class AiterLibrary:
     plan, decode, plan_type: plan_pa_decode, pa_decode and the class PADecodePlan.
     can_use, workgroup_budget, nhd_max_query_length: can_use_flydsl_pa_decode, pa_decode_default_workgroup_budget and
         pa_decode_nhd_max_query_length; None where this aiter has none that can be asked as planlife would.
+    budget_cache, prepare: what knows of tuned budgets, by `TUNING_MODULE`, and prepare_pa_decode_plan; None likewise.
 
     Raises ConfigError for what cannot be called, and for a plan_type that planlife cannot make plans by.
     """
@@ -78,14 +112,32 @@ class AiterLibrary:
     can_use: Callable[..., Any] | None = None
     workgroup_budget: Callable[..., Any] | None = None
     nhd_max_query_length: Callable[..., Any] | None = None
+    budget_cache: BudgetCache | None = None
+    prepare: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("plan", "decode", "can_use", "workgroup_budget", "nhd_max_query_length"):
+        for name in ("plan", "decode", "can_use", "workgroup_budget", "nhd_max_query_length", "prepare"):
             function = getattr(self, name)
             if not callable(function) and (function is not None or name in ("plan", "decode")):
                 raise ConfigError(f"{name} of an AiterLibrary must be a function of aiter's, got {describe(function)}.")
         if unfit := _unfit_plan_type(self.plan_type, is_ended_early=self.can_use is None):
             raise ConfigError(f"plan_type of an AiterLibrary {unfit}.")
+
+    @property
+    def has_text_of_gfx1250(self) -> bool:
+        """Whether compute_type is the cache's unless given: of the text that has BF16 caches on gfx1250 alone."""
+        compute_type = parameters_of(self.decode).get("compute_type")
+        return compute_type is not None and compute_type.default is None
+
+    @property
+    def names_of_budgets(self) -> tuple[str, ...]:
+        """The functions here that may tell another budget than the default."""
+        known = {
+            "get_cached_budget": self.budget_cache,
+            "prepare_pa_decode_plan": self.prepare,
+            "pa_decode_default_workgroup_budget": self.workgroup_budget,
+        }
+        return tuple(name for name, function in known.items() if function is not None)
 
 
 def require_library(library: object) -> AiterLibrary:
@@ -268,9 +320,11 @@ def read(module: ModuleType) -> Probe:
         return Probe(None, (f"the aiter here has no {', '.join(missing)}{kind}; {_UPGRADE}, {OTHERWISE}",))
     plan, decode, plan_type = found
 
+    tuning = tuning_module(module)
+
     def optional(name: str, positionals: Sequence[str], keywords: Sequence[str]) -> Callable[..., Any] | None:
-        function = attribute_of(module, name)
-        return function if callable(function) and not _misfits(name, function, positionals, keywords) else None
+        function = function_of(name, module, tuning)
+        return function if function is None or not _misfits(name, function, positionals, keywords) else None
 
     can_use = optional("can_use_flydsl_pa_decode", DECODE_POSITIONALS, DECODE_KEYWORDS)
     unfit = _unfit_plan_type(plan_type, is_ended_early=can_use is None)
@@ -290,16 +344,62 @@ def read(module: ModuleType) -> Probe:
         can_use,
         optional("pa_decode_default_workgroup_budget", ("device",), _BUDGET_KEYWORDS),
         optional("pa_decode_nhd_max_query_length", ("device",), _NHD_KEYWORDS),
+        _budget_cache(tuning),
+        optional("prepare_pa_decode_plan", DECODE_POSITIONALS[1:], _PREPARE_KEYWORDS),
     )
     return Probe(library, ())
 
 
+def tuning_module(module: ModuleType) -> ModuleType | None:
+    """`TUNING_MODULE` of the aiter that this defining module is of; None where it has none that can be imported."""
+    if sys.modules.get(DEFINING_MODULE) is not module:
+        return None
+    try:
+        return import_module(TUNING_MODULE)
+    except (Exception, SystemExit):  # it needs more of FlyDSL than pa_decode, and nobody needs it
+        return None
+
+
+def function_of(name: str, module: object, tuning: object) -> Callable[..., Any] | None:
+    """A function that some texts have in the one module and some in the other."""
+    for home in (module, tuning):
+        if callable(function := attribute_of(home, name)):
+            return cast(Callable[..., Any], function)
+    return None
+
+
+def _budget_cache(tuning: ModuleType | None) -> BudgetCache | None:
+    get, make_shape, storage_key = (
+        attribute_of(tuning, name) for name in ("get_cached_budget", "make_shape", "storage_key")
+    )
+    is_there = (
+        _takes(get, 3, "storage_key")
+        and _takes(storage_key, 5)
+        and callable(make_shape)
+        and not _misfits("make_shape", make_shape, _SHAPE_POSITIONALS, _SHAPE_KEYWORDS)
+    )
+    return BudgetCache(get, make_shape, storage_key) if is_there else None
+
+
+def _takes(function: Any, num_positionals: int, *keywords: str) -> bool:
+    try:
+        inspect.signature(function).bind(*range(num_positionals), **dict.fromkeys(keywords))
+    except Exception:  # no function, or one that cannot be called so
+        return False
+    return True
+
+
 def _older(decode: Callable[..., Any]) -> list[str]:
-    """Why this pa_decode is of before plans were mandatory."""
+    """Why this pa_decode is of before plans were mandatory, or beside them."""
     parameters = parameters_of(decode)
     found = [name for name in _BEFORE_PLANS_WERE_MANDATORY if name in parameters]
     work_plan = parameters.get("work_plan")
     if found or (work_plan is not None and work_plan.default is not inspect.Parameter.empty):
+        if _OF_TWO_HEAD_DIMS in parameters:
+            return [
+                f"the aiter here is of another contract (its pa_decode takes {_OF_TWO_HEAD_DIMS}, for V of another "
+                f"head_dim than the keys, and its plans are not mandatory): {_INSTEAD}"
+            ]
         sign = f"takes {', '.join(found)}" if found else "has a default for work_plan"
         return [f"the aiter here is of before work plans were mandatory (its pa_decode {sign}): {_UPGRADE}"]
     return []

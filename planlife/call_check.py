@@ -38,7 +38,7 @@ class CallChecker:
         "_cache_attributes",
         "_caches",
         "_device",
-        "_fp8",
+        "_is_per_token",
         "_q_dtype",
         "_queries",
         "_scale",
@@ -53,7 +53,7 @@ class CallChecker:
         self.site = site
         self.spec = spec
         self._device = device
-        self._fp8 = spec.scales != "none"
+        self._is_per_token = spec.scales == "per_token"
         self._q_dtype = device.dtype(spec.q_dtype)
         #: Shape after the pages, of K and of each form that V may have.
         self._wanted = _cache_shapes(spec)
@@ -91,7 +91,8 @@ class CallChecker:
         key_cache, value_cache: kv_dtype in the spec's layout, last axis contiguous. As many pages each; a packed V may
             have fewer, which block tables then stay below.
         block_tables: int32[>= plan_rows, >= 1].
-        softmax_scale, and host numbers as scales: finite and > 0. Scales on the device are not read.
+        softmax_scale, and host numbers as scales: finite and > 0. Scales on the device are not read. Of FP8 caches with
+            scales="per_tensor" both may be None, which is 1.0.
         lse: None, or float32[R * query_length, q_heads], contiguous.
         max_tokens: the step's longest length, which the block tables must have columns for; None: not known.
 
@@ -130,7 +131,7 @@ class CallChecker:
         # The type comes first: comparing a device tensor would read it back.
         if type(softmax_scale) is not float or softmax_scale != self._scale:
             self._check_softmax_scale(softmax_scale)
-        if self._fp8 or key_scale is not None or value_scale is not None:
+        if self._is_per_token or key_scale is not None or value_scale is not None:
             _, _, key_scale_ref, value_scale_ref = caches
             if (
                 key_scale_ref() is not key_scale
@@ -295,10 +296,11 @@ class CallChecker:
     def _check_scales(self, num_pages: int, key_scale: Any, value_scale: Any) -> None:
         spec = self.spec
         for what, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
-            if not self._fp8:
+            if spec.scales == "none":
                 if scale is not None:
                     raise self._refuse(what, shown(scale), f"None: a {spec.kv_dtype} cache has no scales")
             elif scale is None:
+                # Both None, of a cache with scales per tensor, is 1.0, and does not come here.
                 raise self._refuse(what, None, f"a {spec.scales} scale: the cache is {spec.kv_dtype}")
             elif is_tensor(scale):
                 self._check_placed(what, scale, "float32")

@@ -103,7 +103,7 @@ def estimate(
 
 def _notes(sites: Sites, backend: Backend, num_compute_units: int) -> tuple[str, ...]:
     library = probe().library if backend.name == "aiter" else None
-    if library is None or library.workgroup_budget is None:
+    if library is None or not library.names_of_budgets:
         return ()
     specs = sites.specs
     unnamed = [site for site, spec in specs.items() if specs[spec.plan_of or site].workgroup_budget is None]
@@ -111,7 +111,7 @@ def _notes(sites: Sites, backend: Backend, num_compute_units: int) -> tuple[str,
         return ()
     return (
         f"{', '.join(unnamed)}: counted with workgroup_budget={default_workgroup_budget(num_compute_units)}, 2 x "
-        "compute units. This aiter has pa_decode_default_workgroup_budget, which a manager asks by its device and an "
-        "estimate cannot, so that it may take more or fewer bytes there, as `planlife doctor` says on that machine. A "
-        "site that names its workgroup_budget takes what is estimated.",
+        f"compute units. This aiter has {', '.join(library.names_of_budgets)}, which a manager asks by its device and "
+        "an estimate cannot, so that it may take more or fewer bytes there, as `planlife doctor` says on that machine. "
+        "A site that names its workgroup_budget takes what is estimated.",
     )

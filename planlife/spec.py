@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, InitVar, dataclass
+from numbers import Real
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, shown
 from .identity import Shared
 from .unserved import NON_CAUSAL, is_several, refuse_unserved
 
@@ -74,6 +76,17 @@ def window_tokens(value: object, query_length: object) -> int:
     return before + 1 if before >= 0 else 0
 
 
+def positive_number(value: object) -> float | None:
+    """A number on the host as a float; None for everything else, and for what is not finite and > 0."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if 0 < number < math.inf else None
+
+
 @dataclass(frozen=True)
 class PlanSpec:
     """One call site: what all its layers and steps have in common.
@@ -93,13 +106,15 @@ class PlanSpec:
     max_partitions: most tasks per row, at most the device's compute units; None = all of them (R39).
     workgroup_budget: tasks to plan for over all KV heads; None = the backend's default, 2 x compute units unless it
         knows better for this site (R38). `report().sites` shows the numbers in use.
+    softmax_scale: what this site's pa_decode is called with; None = 1/sqrt(head_dim). aiter compiles it in, and a call
+        with another one is refused there; the torch and Triton backends take any with each call. Finite and > 0.
     shared_lengths: False if layers of one step may differ in lengths: then every plan_for refreshes (R14).
     lane: sites of one lane run one after another and share scratch; sites in flight together need different lanes.
     plan_of: another site whose dense plans this one uses as its own (R48): a draft and its target of another
         query_length. Both have the same num_kv_heads, max_context_tokens, shared_lengths and ladder and no window;
-        max_partitions and workgroup_budget are that site's. They take turns on one set of tables, which a refresh for
-        either overwrites: sites that can be in flight together must not share plans, whatever their lanes. A lane of
-        its own gives a site separate scratch.
+        max_partitions and workgroup_budget are that site's; each has a softmax_scale of its own. They take turns on
+        one set of tables, which a refresh for either overwrites: sites that can be in flight together must not share
+        plans, whatever their lanes. A lane of its own gives a site separate scratch.
     logits_soft_cap, alibi_slopes, value_head_dim, causal, attn_type: what no backend serves, named as engines do, so
         that their attributes can be passed straight through. Neutral values (None, 0, value_head_dim == head_dim,
         causal=True, attn_type="decoder") pass and are not kept, and so does non-causal or cross attention with
@@ -122,6 +137,7 @@ class PlanSpec:
     sliding_window: Any = 0
     max_partitions: int | None = None
     workgroup_budget: int | None = None
+    softmax_scale: float | None = None
     shared_lengths: bool = True
     lane: str = "main"
     plan_of: str | None = None
@@ -151,6 +167,14 @@ class PlanSpec:
         for name in ("max_partitions", "workgroup_budget"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), at_least=1, at_most=INT32_MAX, way_out=" None takes the default.")
+        if self.softmax_scale is not None:
+            scale = positive_number(self.softmax_scale)
+            if scale is None:
+                raise ConfigError(
+                    f"softmax_scale must be a number on the host, finite and > 0, got {shown(self.softmax_scale)}. "
+                    "None is 1/sqrt(head_dim)."
+                )
+            object.__setattr__(self, "softmax_scale", scale)
         if self.num_q_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_q_heads must be a multiple of num_kv_heads, got {self.num_q_heads} and {self.num_kv_heads}."

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from ..aiter_library import PLAN_FIELDS, AiterLibrary, architecture_name, ask_count, describe, probe, require_library
+from ..aiter_library import PLAN_FIELDS, AiterLibrary, architecture_name, describe, probe, require_library
 from ..configuration import DeviceMeant
 from ..errors import BackendUnavailableError, ConfigError, RouteError
 from ..kernels.torch_write import overwrite
 from ..planner import default_workgroup_budget
 from ..spec import PlanSpec, check_int
 from ..torch_device import is_out_of_memory
+from .aiter_budget import known_budget
 from .aiter_limits import (
     FP8_OF_ARCHITECTURE,
     MAX_PLAN_ROWS,
@@ -22,20 +23,29 @@ from .aiter_limits import (
     check_reducer,
     explain_refusal,
     refuse_always,
+    refuse_compile,
 )
-from .aiter_plan import AiterPlan, RowCountViews, scratch_bytes, table_bytes
-from .aiter_sample import SampleCall, sink_dtypes
+from .aiter_plan import (
+    AiterPlan,
+    RowCountViews,
+    is_unsafe_with_plain_v,
+    reads_query_by_words,
+    scratch_bytes,
+    table_bytes,
+)
+from .aiter_sample import SampleCall
 from .aiter_scales import (
     cache_scales_on_device,
     check_cache_scales,
     check_softmax_scales,
     compiled_softmax_scale,
-    default_softmax_scale,
+    scales_to_compile,
 )
 from .torch_backend import count_differences
 
 #: What aiter's host code raises, its choice of a schedule included, before it compiles or launches anything.
 _HOST_CHECKS = (TypeError, ValueError, NotImplementedError, AssertionError)
+_WORD_BYTES = 4
 
 
 def architecture_of(device: Any) -> str:
@@ -49,7 +59,8 @@ class AiterBackend:
     """planlife.backends.base.Backend over ROCm's aiter, for AMD GPUs.
 
     max_plan_rows: most rows of one table set, at most aiter's own limit; larger classes become segments.
-    softmax_scales: those that pa_decode will be called with, which aiter compiles in; () = 1/sqrt(head_dim).
+    softmax_scales: those that pa_decode will be called with, which aiter compiles in, besides the PlanSpec's own; () =
+        that one, 1/sqrt(head_dim) where a PlanSpec names none.
     library: None = the installed one. architecture_of: of a Device; None = as torch tells.
 
     Raises ConfigError, BackendUnavailableError where aiter cannot be used. It gives no log-sum-exps.
@@ -87,9 +98,10 @@ class AiterBackend:
             return [f"aiter's kernels are for AMD GPUs, and {device.name} is none; pass {way_out}"]
         reasons = refuse_always(spec, device)
         refusal = None if reasons else self._ask_library(spec, device, architecture)
+        uncompiled = refuse_compile(self._library, spec, architecture, device.num_compute_units)
         if refusal == "":
-            return ()
-        known = explain_refusal(self._library, spec, architecture, torch.device(device.name))
+            return tuple(uncompiled)
+        known = [*explain_refusal(self._library, spec, architecture, torch.device(device.name)), *uncompiled]
         return [*reasons, *known] if known or not refusal else [refusal]
 
     def _ask_library(self, spec: PlanSpec, device: Any, architecture: str) -> str | None:
@@ -140,7 +152,7 @@ class AiterBackend:
         says = ""
         for caches in sample.caches:
             tensors = sample.call(1, caches)
-            scales = self._scales_of(spec)[0], caches.key_scale, caches.value_scale
+            scales = scales_to_compile(spec, self._softmax_scales)[0], caches.key_scale, caches.value_scale
             try:
                 is_served = _call_decode(
                     can_use or self._library.decode, tables, views, *tensors, tensors[-1].shape[1], *scales, None
@@ -158,19 +170,12 @@ class AiterBackend:
         return ()
 
     def default_workgroup_budget(self, spec: PlanSpec, device: Any) -> int:
-        budget = None
-        if self._library.workgroup_budget is not None and not isinstance(device, DeviceMeant):
-            budget = ask_count(
-                self._library.workgroup_budget,
-                torch.device(device.name),
-                kv_dtype=getattr(torch, spec.kv_dtype),
-                head_dim=spec.head_dim,
-                block_size=spec.page_size,
-                query_length=spec.query_length,
-                query_group_size=spec.group_size,
-                sliding_window=spec.sliding_window,
-            )
-        return budget or default_workgroup_budget(device.num_compute_units)
+        default = default_workgroup_budget(device.num_compute_units)
+        if not self._library.names_of_budgets or isinstance(device, DeviceMeant):
+            return default
+        architecture = architecture_name(self._architecture_of(device) or "")
+        (softmax_scale, *_) = scales_to_compile(spec, self._softmax_scales)
+        return known_budget(self._library, spec, device, architecture, softmax_scale) or default
 
     def excluded(self, device: Any) -> Mapping[str, str]:
         return {
@@ -188,13 +193,13 @@ class AiterBackend:
         """Runs planner and decode over empty rows, once for every row count that a call of this class may have.
 
         What aiter compiles depends on rows and capacity by thresholds that are its own, and is asked for by calls.
-        Besides: with each form of V; with sinks of either dtype and without; and with caches of each size that is
+        Besides: with each form of V; with sinks of each dtype and without; and with caches of each size that is
         addressed otherwise, which sinks have nothing to do with. Takes `compile_bytes` while it runs.
 
         Raises ConfigError for a class that aiter's reducer cannot index (R47), or that aiter refuses or cannot compile,
         and MemoryError.
         """
-        check_reducer(spec, plan_rows)
+        check_reducer(spec, plan_rows, device.num_compute_units)
         try:
             self._run_class(spec, plan_rows, device, least_rows)
         except RuntimeError as error:
@@ -253,10 +258,12 @@ class AiterBackend:
         return buffer, scratch
 
     def make_tables(self, spec: PlanSpec, plan_rows: int, num_compute_units: int, buffer: Any) -> AiterPlan:
-        return AiterPlan(self._library, spec, plan_rows, num_compute_units, buffer, self._scales_of(spec))
+        scales = scales_to_compile(spec, self._softmax_scales)
+        architecture = self._architecture_at(buffer.device)
+        return AiterPlan(self._library, spec, plan_rows, num_compute_units, buffer, scales, architecture)
 
-    def _scales_of(self, spec: PlanSpec) -> tuple[float, ...]:
-        return self._softmax_scales or (default_softmax_scale(spec),)
+    def _architecture_at(self, device: torch.device) -> str:
+        return architecture_name(self._architecture_of(DeviceMeant(0, str(device))) or "")
 
     def refresh(self, tables: AiterPlan, context_lens: torch.Tensor | None, num_rows: int) -> None:
         # Always staged: alignment and batch are compile keys of the planner.
@@ -301,9 +308,13 @@ class AiterBackend:
         lse: Any,
     ) -> None:
         """See `base.call_check_of`. What aiter's own host checks say of these tensors, only a call of it tells."""
-        _check_extras(sink_dtypes(spec), sinks, lse)
-        compiled_softmax_scale({scale: scale for scale in self._scales_of(spec)}, softmax_scale)
-        _check_strides(query, output)
+        _check_lse(lse)
+        compiled_softmax_scale({scale: scale for scale in scales_to_compile(spec, self._softmax_scales)}, softmax_scale)
+        architecture = self._architecture_at(query.device)
+        if reads_query_by_words(architecture):
+            _check_words(query)
+        if is_unsafe_with_plain_v(spec, architecture):
+            _check_v(value_cache)
         check_cache_scales(key_scale, value_scale)
         # As many rows as the first table set of the call gets: a single one is always one block.
         num_rows = min(query.shape[0] // spec.query_length, self.max_plan_rows or MAX_PLAN_ROWS)
@@ -328,8 +339,8 @@ class AiterBackend:
         sinks: Any,
         lse: Any,
     ) -> None:
-        if lse is not None or sinks is not None:
-            _check_extras(tables.sink_dtypes, sinks, lse)
+        if lse is not None:
+            _check_lse(lse)
         compiled_scale = tables.softmax_scales.get(softmax_scale)
         if compiled_scale is None:
             compiled_scale = compiled_softmax_scale(tables.softmax_scales, softmax_scale)
@@ -346,9 +357,11 @@ class AiterBackend:
         views = tables.last_views
         if views is None or views.num_rows != num_rows or views.scratch() is not scratch:
             views = tables.last_views = RowCountViews(tables, scratch, num_rows)
-        if not (query.is_contiguous() and output.is_contiguous()):
-            _check_strides(query, output)
-        if key_scale is not None and not (type(key_scale) is type(value_scale) is torch.Tensor):
+        if tables.reads_query_by_words and (query.data_ptr() % _WORD_BYTES or not query.is_contiguous()):
+            _check_words(query)
+        if tables.is_unsafe_with_plain_v:
+            _check_v(value_cache)
+        if tables.has_scales and not (type(key_scale) is type(value_scale) is torch.Tensor):
             key_scale, value_scale = cache_scales_on_device(tables, key_scale, value_scale)
         end = num_rows * length
         if end == num_query_rows:
@@ -428,26 +441,33 @@ def _ending_plan(plan_type: Any, plan: Any) -> Any:
     return type(plan_type.__name__, (plan_type,), {"validate": validate})(**fields)
 
 
-def _check_extras(compiled_dtypes: Sequence[torch.dtype], sinks: torch.Tensor | None, lse: object) -> None:
+def _check_lse(lse: object) -> None:
     if lse is not None:
         raise RouteError(
             "aiter's pa_decode gives no log-sum-exps, and this call asks for lse. Call it without, or give the manager "
             "backend='triton'."
         )
-    if sinks is not None and sinks.dtype not in compiled_dtypes:
-        compiled = " and ".join(map(str, compiled_dtypes))
+
+
+def _check_v(value_cache: torch.Tensor) -> None:
+    if value_cache.dim() == 4:
         raise ConfigError(
-            f"sinks' dtype is {sinks.dtype}, and aiter's reducer was compiled for {compiled}. Convert them once, when "
-            "the model is loaded."
+            "value_cache is 4-D: for pages of 16 tokens and float16 queries a page fault of aiter's kernel is reported "
+            "there on gfx1250, which ends the process. Pass V as [pages, kv_heads, page/x, head_dim, x], make the "
+            "queries bfloat16, or give the manager backend='triton'."
         )
 
 
-def _check_strides(query: torch.Tensor, output: torch.Tensor) -> None:
-    """aiter reads and writes 16-bit rows by 4-byte words, and does not check that they start at one."""
-    for what, tensor in (("query", query), ("output", output)):
-        # The stride of a single row, or of a single head, is never taken.
-        if any(stride % 2 for extent, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False) if extent > 1):
-            raise ConfigError(
-                f"{what}'s strides are {list(tensor.stride())}: aiter reads rows by 4-byte words, so that all but the "
-                "last must be even. Pass a contiguous one."
-            )
+def _check_words(query: torch.Tensor) -> None:
+    """These kernels load 16-bit rows of the query by 4-byte words, and do not check that they start at one."""
+    # The stride of a single row, or of a single head, is never taken.
+    if any(stride % 2 for extent, stride in zip(query.shape[:-1], query.stride(), strict=False) if extent > 1):
+        raise ConfigError(
+            f"query's strides are {list(query.stride())}: aiter reads its rows by 4-byte words here, so that all but "
+            "the last must be even. Pass a contiguous one."
+        )
+    if query.data_ptr() % _WORD_BYTES:
+        raise ConfigError(
+            "query starts between two 4-byte words, by which aiter reads its rows here. Pass a copy, or a view that "
+            "starts at an even element."
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 
 from ..aiter_library import AiterLibrary, ask_count
 from ..errors import ConfigError
-from ..spec import FP8_DTYPES, PlanSpec
+from ..planner import spec_capacity
+from ..spec import DTYPE_BYTES, FP8_DTYPES, INT32_MAX, PlanSpec
 from .aiter_plan import compile_bytes
-from .aiter_scales import default_softmax_scale
+from .aiter_scales import SCALES_OF_FLOAT32, own_softmax_scale
+from .aiter_tile import refuse_tile, window_tiles
 
 # As aiter's host code has them since ROCm/aiter#5809.
 #: plan_pa_decode: sequences of one plan.
@@ -23,10 +26,16 @@ PAGE_SIZES = (16, 64, 128)
 #: pa_decode: head dims are multiples of these by the cache's dtype, up to the largest; FP8 has 64 besides. Texts with
 #: BF16 caches on gfx1250 treat them as FP8 ones, and take float16 queries with them too.
 HEAD_DIM_STEP_BF16, HEAD_DIM_STEP_FP8, SMALL_HEAD_DIM_FP8, MAX_HEAD_DIM = 64, 128, 64, 1024
-#: The reducer's indices: batch x (query rows per KV head x KV heads)^2 may not be above it.
-MAX_REDUCER_INDICES = 2**30
 #: pa_decode: bytes of a cache from which its code has wider addresses, or none of a buffer's.
 WIDE_CACHE_BYTES = (2**31, 2**32)
+
+
+def refuse_compile(library: AiterLibrary, spec: PlanSpec, architecture: str, num_compute_units: int) -> list[str]:
+    """What aiter's host checks let pass, and its compiler does not."""
+    if architecture == "gfx1250" and library.can_use is not None:
+        return []  # there its schedule looks at local memory, and is asked
+    has_text = library.has_text_of_gfx1250
+    return refuse_tile(spec, architecture, has_text_of_gfx1250=has_text, num_compute_units=num_compute_units)
 
 
 def explain_refusal(library: AiterLibrary, spec: PlanSpec, architecture: str, device: torch.device) -> list[str]:
@@ -98,27 +107,59 @@ def refuse_always(spec: PlanSpec, device: Any) -> list[str]:
             f"max_partitions={spec.max_partitions} is above the {device.num_compute_units} compute units "
             f"of {device.name}; pass at most that, or None"
         )
-    if not most_reducer_rows(spec):
+    if not most_reducer_rows(spec, device.num_compute_units, 1):
         reasons.append(
-            f"aiter's reducer does not hold {spec.query_rows_per_kv_head} query rows per KV head on "
-            f"{spec.num_kv_heads} KV heads: their product is above 2^15; split the heads over more ranks"
+            f"aiter's reducer cannot index one row: {_of_the_reducer(spec, 1, device.num_compute_units)}; pass a "
+            "smaller workgroup_budget or max_partitions, or split the heads over more ranks"
+        )
+    if spec.softmax_scale is not None and not SCALES_OF_FLOAT32[0] <= spec.softmax_scale <= SCALES_OF_FLOAT32[1]:
+        reasons.append(
+            f"softmax_scale={spec.softmax_scale} is not finite and > 0 in float32, as which aiter compiles it in; pass "
+            "'triton'"
         )
     return reasons
 
 
-def most_reducer_rows(spec: PlanSpec) -> int:
-    """Rows of one table set that aiter's reducer can index (R47)."""
-    return MAX_REDUCER_INDICES // (spec.query_rows_per_kv_head * spec.num_kv_heads) ** 2
+def most_reducer_rows(spec: PlanSpec, num_compute_units: int, at_most: int = MAX_PLAN_ROWS) -> int:
+    """The largest class, up to `at_most` rows, whose partials and output aiter's reducer can index (R47); 0: none."""
+    is_held = range(1, at_most + 1)
+    return bisect_left(is_held, True, key=lambda rows: _reducer_indices(spec, rows, num_compute_units) > INT32_MAX)
 
 
-def check_reducer(spec: PlanSpec, plan_rows: int) -> None:
-    most = most_reducer_rows(spec)
+def _reducer_indices(spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
+    """The largest number that the planned reducer has in an int32: an offset, or a stride that it is given.
+
+    Up to 64 partitions it finds a row's partial outputs by 64-bit addresses, where strides and a row's bytes fit 32.
+    """
+    heads, rows, dim = spec.num_kv_heads, spec.query_rows_per_kv_head, spec.head_dim
+    partitions = num_compute_units if spec.max_partitions is None else spec.max_partitions
+    capacity = spec_capacity(spec, plan_rows, num_compute_units)
+    if spec.sliding_window:
+        partitions = min(partitions, window_tiles(spec))
+    of_a_head = capacity * rows * dim
+    row_bytes = partitions * rows * dim * DTYPE_BYTES[spec.q_dtype]
+    has_wide_addresses = partitions <= 64 and of_a_head <= INT32_MAX and row_bytes <= INT32_MAX
+    statistics, outputs = heads * capacity * rows - 1, max(heads * of_a_head - 1, of_a_head)
+    written = plan_rows * heads * rows * dim - 1
+    return max(statistics, of_a_head if has_wide_addresses else outputs, written)
+
+
+def check_reducer(spec: PlanSpec, plan_rows: int, num_compute_units: int) -> None:
+    most = most_reducer_rows(spec, num_compute_units, plan_rows)
     if plan_rows > most:
         raise ConfigError(
-            f"a class of {plan_rows} rows is too large for aiter's reducer: rows x (query rows per KV head x "
-            f"num_kv_heads)^2 = {plan_rows} x ({spec.query_rows_per_kv_head} x {spec.num_kv_heads})^2 is above 2^30. "
-            f"Pass backend=AiterBackend(max_plan_rows={most}), which makes segments, or lower the ladder's top class."
+            f"a class of {plan_rows} rows is too large for aiter's reducer: "
+            f"{_of_the_reducer(spec, plan_rows, num_compute_units)}. Pass backend=AiterBackend(max_plan_rows={most}), "
+            "which makes segments, a smaller workgroup_budget or max_partitions, or lower the ladder's top class."
         )
+
+
+def _of_the_reducer(spec: PlanSpec, plan_rows: int, num_compute_units: int) -> str:
+    return (
+        f"its offsets are of 32 bits, and {spec.num_kv_heads} KV heads x "
+        f"{spec_capacity(spec, plan_rows, num_compute_units)} slots x {spec.query_rows_per_kv_head} query rows x "
+        f"head_dim {spec.head_dim} are too many"
+    )
 
 
 def conditions(spec: PlanSpec, classes: Sequence[int], num_compute_units: int) -> tuple[str, ...]:
@@ -130,16 +171,18 @@ def conditions(spec: PlanSpec, classes: Sequence[int], num_compute_units: int) -
     segments = [f"{rows} in {-(-rows // MAX_PLAN_ROWS)}" for rows in classes if rows > MAX_PLAN_ROWS]
     if segments:
         found.append(f"classes above {MAX_PLAN_ROWS} rows are decoded in segments: {', '.join(segments)}")
-    most = most_reducer_rows(spec)
+    most = most_reducer_rows(spec, num_compute_units)
     too_large = [str(rows) for rows in classes if min(rows, MAX_PLAN_ROWS) > most]
     if too_large:
         found.append(
             f"warming the classes {', '.join(too_large)} is refused: aiter's reducer takes {most} rows of this shape; "
             f"pass backend=AiterBackend(max_plan_rows={most}), which makes segments"
         )
+    origin = "1/sqrt(head_dim)" if spec.softmax_scale is None else "the site's"
     found.append(
-        f"softmax_scale is compiled in as {default_softmax_scale(spec)} (1/sqrt(head_dim)), and calls with another "
-        "one are refused: pass backend=AiterBackend(softmax_scales=[...]) where the model has others"
+        f"softmax_scale is compiled in as {own_softmax_scale(spec)} ({origin}), and calls with another one are "
+        "refused: pass PlanSpec(softmax_scale=...) where the model has another, and "
+        "backend=AiterBackend(softmax_scales=[...]) where one site has several"
     )
     rows = min(max(classes), MAX_PLAN_ROWS, most)
     num_bytes = compile_bytes(spec, rows, num_compute_units)

@@ -12,7 +12,6 @@ from ..aiter_library import AiterLibrary
 from ..planner import spec_capacity
 from ..sizing import align
 from ..spec import DTYPE_BYTES, PlanSpec
-from .aiter_sample import sink_dtypes
 from .torch_backend import TorchPlan, table_ends
 
 _WORD_BYTES = 4
@@ -30,6 +29,8 @@ class AiterPlan(TorchPlan):
     __slots__ = (
         "compute_type",
         "emptied",
+        "has_scales",
+        "is_unsafe_with_plain_v",
         "key_word",
         "last_views",
         "lens_and_emptied",
@@ -40,7 +41,7 @@ class AiterPlan(TorchPlan):
         "plan_type",
         "q_dtype",
         "query_length",
-        "sink_dtypes",
+        "reads_query_by_words",
         "sliding_window",
         "softmax_scales",
         "value_word",
@@ -54,13 +55,16 @@ class AiterPlan(TorchPlan):
         num_compute_units: int,
         buffer: torch.Tensor,
         softmax_scales: Iterable[float],
+        architecture: str,
     ) -> None:
         super().__init__(spec, plan_rows, num_compute_units, buffer)
         self.plan_type = library.plan_type
         self.q_dtype = getattr(torch, spec.q_dtype)
         self.compute_type = getattr(torch, spec.kv_dtype)  # aiter's default is bfloat16, for every cache
         self.query_length, self.sliding_window = spec.query_length, spec.sliding_window
-        self.sink_dtypes = sink_dtypes(spec)
+        self.has_scales = spec.scales != "none"
+        self.reads_query_by_words = reads_query_by_words(architecture)
+        self.is_unsafe_with_plain_v = is_unsafe_with_plain_v(spec, architecture)
         self.max_tokens, self.page_size = spec.max_context_tokens, spec.page_size
         self.max_columns = -(-spec.max_context_tokens // spec.page_size)
         self.softmax_scales = {scale: scale for scale in softmax_scales}
@@ -89,6 +93,16 @@ class AiterPlan(TorchPlan):
             sliding_window=spec.sliding_window,
             query_length=spec.query_length,
         )
+
+
+def reads_query_by_words(architecture: str) -> bool:
+    """Whether its kernel loads rows of the query by 4-byte words. All write the output number by number."""
+    return architecture in ("gfx942", "gfx950")
+
+
+def is_unsafe_with_plain_v(spec: PlanSpec, architecture: str) -> bool:
+    """Whether a 4-D V is reported to end in a page fault, which ends the process: on gfx1250, with FlyDSL 0.3.4.1."""
+    return architecture == "gfx1250" and spec.page_size == 16 and spec.q_dtype == "float16"
 
 
 class RowCountViews:

@@ -15,9 +15,8 @@ from ..spec import DTYPE_BYTES, PlanSpec
 SampleTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def sink_dtypes(spec: PlanSpec) -> tuple[torch.dtype, ...]:
-    """Those that are compiled: aiter's reducer is another one for each."""
-    return tuple(dict.fromkeys((getattr(torch, spec.q_dtype), torch.float32)))
+#: Those that models have, and aiter takes with any query: its reducer is another one for each.
+SINK_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class LayerCaches(NamedTuple):
@@ -56,7 +55,7 @@ class SampleCall:
                 (1, heads, dim, page),
             ]
         key_cache, *value_caches = (zeros(*shape, dtype=kv_dtype) for shape in shapes)
-        sinks = [None, *(zeros(spec.num_q_heads, dtype=one) for one in sink_dtypes(spec))]
+        sinks = [None, *(zeros(spec.num_q_heads, dtype=one) for one in SINK_DTYPES)]
         scale = None
         if spec.scales != "none":
             shape = (1,) if spec.scales == "per_tensor" else (1, heads, page)

@@ -71,12 +71,18 @@ def partials_bytes(spec: PlanSpec, plan_rows: int, num_compute_units: int) -> in
     return slots * spec.query_rows_per_kv_head * (8 + 4 * spec.head_dim)
 
 
-def check_scales(spec: PlanSpec, key_scale: Any, value_scale: Any) -> None:
-    """ConfigError unless scales are given where the spec has them, and only there."""
+def scales_of_call(spec: PlanSpec, key_scale: Any, value_scale: Any) -> tuple[Any, Any]:
+    """Scales as kernels take them: numbers as floats, and 1.0 where an FP8 cache with one per tensor is given none.
+
+    Raises ConfigError unless scales are given where the spec has them, and only there.
+    """
+    if key_scale is None and value_scale is None and spec.scales == "per_tensor":
+        return 1.0, 1.0
     for what, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
         if (scale is None) != (spec.scales == "none"):
             found = "None" if scale is None else "given"
             raise ConfigError(f"{what} is {found}, but a {spec.kv_dtype} cache takes scales={spec.scales!r}.")
+    return _as_host_float(key_scale), _as_host_float(value_scale)
 
 
 class TorchBackend:
@@ -159,7 +165,7 @@ class TorchBackend:
         lse: Any,
     ) -> None:
         spec = tables.spec
-        check_scales(spec, key_scale, value_scale)
+        key_scale, value_scale = scales_of_call(spec, key_scale, value_scale)
         decode_into(
             output,
             query,
@@ -171,8 +177,8 @@ class TorchBackend:
             work_info=tables.work_info,
             reduce_info=tables.reduce_info,
             scratch=scratch,
-            key_scale=as_host_float(key_scale),
-            value_scale=as_host_float(value_scale),
+            key_scale=key_scale,
+            value_scale=value_scale,
             sinks=sinks,
             lse=lse,
         )
@@ -208,6 +214,6 @@ def count_differences(
     flags[FLAG_CLAMPED].add_((lens > max_tokens).sum())
 
 
-def as_host_float(scale: Any) -> torch.Tensor | float | None:
+def _as_host_float(scale: Any) -> torch.Tensor | float | None:
     """A host number as a float; a tensor as it is, because converting it would read it back."""
     return scale if scale is None or isinstance(scale, torch.Tensor) else float(scale)

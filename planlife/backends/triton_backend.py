@@ -19,7 +19,7 @@ from ..kernels.triton_planner import (
 )
 from ..planner import default_workgroup_budget, spec_capacity
 from ..spec import PlanSpec, check_int
-from .torch_backend import TorchPlan, as_host_float, check_scales, partials_bytes, refuse_numbers, table_ends
+from .torch_backend import TorchPlan, partials_bytes, refuse_numbers, scales_of_call, table_ends
 
 #: The least that Triton compiles for; before it there is no bfloat16 either.
 _LEAST_CAPABILITY = (8, 0)
@@ -114,7 +114,7 @@ class TritonBackend:
         sinks: Any,
         lse: Any,
     ) -> None:
-        check_scales(tables.spec, key_scale, value_scale)
+        key_scale, value_scale = scales_of_call(tables.spec, key_scale, value_scale)
         decode_into(
             output,
             query,
@@ -126,8 +126,8 @@ class TritonBackend:
             work_info=tables.work_info,
             reduce_info=tables.reduce_info,
             scratch=scratch,
-            key_scale=as_host_float(key_scale),
-            value_scale=as_host_float(value_scale),
+            key_scale=key_scale,
+            value_scale=value_scale,
             sinks=sinks,
             lse=lse,
         )

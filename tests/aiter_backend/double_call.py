@@ -11,7 +11,7 @@ import torch
 
 from planlife.aiter_library import DEFINING_MODULE, PLAN_FIELDS
 from planlife.testing import DecodeInputs, lay_out, reference_decode, row_errors
-from planlife.testing.aiter_double import AiterDouble
+from planlife.testing.aiter_double import AiterDouble, TileCompileError
 from planlife.testing.decode_table import ROW_BOUNDS
 
 INT32 = torch.int32
@@ -201,6 +201,6 @@ def refusal_by_the_double(inputs: DecodeInputs) -> str:
             max_context_length=spec.max_context_tokens,
             **options,
         )
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except (TypeError, ValueError, NotImplementedError, TileCompileError) as error:
         return f"{type(error).__name__}: {error}"
     return ""

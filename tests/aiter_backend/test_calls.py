@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 import torch
 
-from planlife import CapacityLadder, ConfigError, PlanSpec, RouteError, Step
+from planlife import CapacityLadder, ConfigError, PlanManager, PlanSpec, RouteError, Step
 from planlife.backends import aiter_limits
 from planlife.backends.aiter_backend import AiterBackend
 from planlife.backends.aiter_limits import WIDE_CACHE_BYTES
 from planlife.testing.aiter_machine import aiter_machine
+from planlife.testing.fakes import FakeDevice
 from tests.aiter_backend.packed_world import PackedWorld
 from tests.aiter_backend.recording_aiter import RecordingAiter
 
@@ -170,7 +171,7 @@ def test_warm_runs_every_row_count_that_a_class_can_have_so_that_no_call_is_the_
     for rows in range(1, 19):
         plan = world.plan([30] * rows)
         for query_rows in range(rows, max(plan.class_rows, rows) + 1):
-            for sinks in (None, torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16)):
+            for sinks in (None, torch.zeros(8), torch.zeros(8).bfloat16(), torch.zeros(8).half()):
                 world.decode(plan, rows=query_rows, sinks=sinks)
         found |= {kind(call) for call in aiter.decodes}
         aiter.decodes.clear()
@@ -204,7 +205,7 @@ def test_a_softmax_scale_that_was_not_compiled_is_refused_and_one_that_float32_c
     world.decode(plan, softmax_scale=0.3 * (1 + 1e-12))
     assert aiter.decodes[-1]["softmax_scale"] == 0.3
     num_calls = len(aiter.decodes)
-    with pytest.raises(ConfigError, match=r"softmax_scale is 0.125.*compiled for 0.3. Pass backend=AiterBackend"):
+    with pytest.raises(ConfigError, match=r"softmax_scale is 0.125.*compiled for 0.3. Pass PlanSpec.*AiterBackend"):
         world.decode(plan, softmax_scale=0.125)
     assert len(aiter.decodes) == num_calls and world.output.isnan().all()
 
@@ -306,20 +307,48 @@ def test_aiters_own_refusal_of_a_call_is_told_and_nothing_else_is_caught(make_wo
     world.assert_right(world.decode(plan))
 
 
-def test_odd_strides_which_aiter_does_not_check_are_refused(make_world, aiter):
-    world = make_world()
-    plan = world.plan(LENS)
-    num_calls = len(aiter.decodes)
-    for what in ("query", "output"):
-        whole = getattr(world, what)
-        setattr(world, what, torch.zeros(4, 8, 65, dtype=torch.bfloat16)[..., :64])
-        with pytest.raises(ConfigError, match=rf"{what}'s strides are \[520, 65, 1\].*must be even"):
-            world.decode(plan)
-        assert len(aiter.decodes) == num_calls
-        setattr(world, what, torch.zeros(4, 8, 66, dtype=torch.bfloat16)[..., :64])  # positive control
+@pytest.mark.parametrize(("arch", "generation"), [("gfx942", "G3"), ("gfx950", "G2"), ("gfx1250", "G4")])
+def test_an_output_may_have_any_strides_and_a_query_only_where_it_is_not_read_by_words(arch, generation):
+    spec = replace(BF16, num_kv_heads=1, head_dim=128)
+    with aiter_machine(arch, generation=generation) as double:
+        world = PackedWorld(spec, AiterBackend())
+        plan, expected = world.plan([300, 0, 17, 40]), world.expected(4)
+        right = {"rtol": 2e-2, "atol": 2e-3}
+        world.output = torch.zeros(4 * (8 * 129 + 3) + 1, dtype=torch.bfloat16)[1:].as_strided(
+            (4, 8, 128), (1035, 129, 1)
+        )
+        torch.testing.assert_close(world.decode(plan), expected, **right)
+        whole = world.query
+        room = torch.zeros(4 * 1035 + 1, dtype=torch.bfloat16)
+        odd_strides = room[:-1].as_strided(whole.shape, (1035, 129, 1))
+        odd_start = torch.zeros(whole.numel() + 1, dtype=torch.bfloat16)[1:].view(whole.shape)
+        for view, said in ((odd_strides, r"strides are \[1035, 129, 1\]"), (odd_start, "starts between two 4-byte")):
+            world.query, decodes = view.copy_(whole), double.decodes
+            if arch == "gfx1250":
+                torch.testing.assert_close(world.decode(plan), expected, **right)
+            else:
+                with pytest.raises(ConfigError, match=said):
+                    world.decode(plan)
+                assert double.decodes == decodes and world.output.isnan().all()
+        world.query = torch.zeros(4, 8, 130, dtype=torch.bfloat16)[..., :128].copy_(whole)  # positive control
+        torch.testing.assert_close(world.decode(plan), expected, **right)
+        world.manager.close()
+
+
+@pytest.mark.parametrize("q_dtype", ["bfloat16", "float16"])
+def test_on_gfx1250_a_plain_v_of_small_pages_is_refused_for_float16_queries(q_dtype):
+    """A page fault is reported there, which would end the process."""
+    spec = replace(FP8, kv_dtype="float8_e4m3fn", q_dtype=q_dtype, head_dim=128)
+    with aiter_machine("gfx1250", generation="G4") as double:
+        world = PackedWorld(spec, AiterBackend(), plain_values=True)
+        plan, decodes, violations = world.plan(LENS), double.decodes, double.violations
+        if q_dtype == "float16":
+            with pytest.raises(ConfigError, match="value_cache is 4-D: .* page fault .*or give the manager backend="):
+                world.decode(plan)
+            assert double.decodes == decodes and world.output.isnan().all() and not violations
+            world.value_cache = world.value_cache.unflatten(3, (1, 16)).permute(0, 1, 3, 2, 4).contiguous()
         world.assert_right(world.decode(plan))
-        setattr(world, what, whole)
-        num_calls += 1
+        world.manager.close()
 
 
 @pytest.mark.parametrize("what", ["query", "output"])
@@ -340,19 +369,14 @@ def test_strides_that_are_never_taken_may_be_odd(heads, rows, strides, what):
         world.manager.close()
 
 
-@pytest.mark.parametrize(("q_dtype", "other"), [("bfloat16", torch.float16), ("float16", torch.bfloat16)])
-def test_sinks_of_a_dtype_that_is_not_compiled_are_refused_before_anything_compiles(q_dtype, other):
-    """aiter's reducer is compiled for the dtype of the sinks: another one would be compiled in service."""
-    spec = replace(FP8, q_dtype=q_dtype)
+@pytest.mark.parametrize("q_dtype", ["bfloat16", "float16"])
+def test_sinks_of_every_dtype_are_compiled_ahead(q_dtype):
+    """aiter's reducer is compiled for the dtype of the sinks, and takes the other 16-bit one too."""
     with aiter_machine("gfx942") as double:
-        world = PackedWorld(spec, AiterBackend())
+        world = PackedWorld(replace(FP8, q_dtype=q_dtype), AiterBackend())
         plan, compiles = world.plan(LENS), double.compiles
-        with pytest.raises(
-            ConfigError, match=f"sinks' dtype is {other}, .* compiled for torch.{q_dtype} and .*float32"
-        ):
-            world.decode(plan, sinks=torch.zeros(8, dtype=other))
-        assert world.output.isnan().all()
-        for sinks in (None, torch.zeros(8), torch.zeros(8, dtype=getattr(torch, q_dtype))):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            sinks = torch.randn(8).to(dtype)
             world.assert_right(world.decode(plan, sinks=sinks), sinks=sinks)
         assert double.compiles == compiles
         world.manager.close()
@@ -370,12 +394,91 @@ def test_lse_is_refused_by_name_before_anything_is_launched(make_world, aiter):
 def test_a_class_that_aiters_reducer_cannot_index_is_refused_when_it_is_minted_and_served_in_segments(
     make_world, monkeypatch
 ):
-    """R47: rows x (query rows per KV head x KV heads)^2 is at most a bound."""
-    monkeypatch.setattr(aiter_limits, "MAX_REDUCER_INDICES", 3 * 8**2)
-    with pytest.raises(ConfigError, match=r"4 x \(4 x 2\)\^2 is above.*max_plan_rows=3"):
-        make_world()
-    world = make_world(max_plan_rows=3)
+    """R47, with a small limit, below the stride of a KV head: 12 slots x 4 query rows x head_dim 64."""
+    monkeypatch.setattr(aiter_limits, "INT32_MAX", 12 * 4 * 64 - 1)
+    said = r"a class of 4 rows .* 32 bits, and 2 KV heads x 12 slots x 4 query rows x head_dim 64 .*max_plan_rows=3"
+    with pytest.raises(ConfigError, match=said):
+        make_world(replace(BF16, max_partitions=3, workgroup_budget=64))
+    world = make_world(replace(BF16, max_partitions=3, workgroup_budget=64), max_plan_rows=3)
     world.assert_right(world.decode(world.plan([300, 0, 17, 40])))
+
+
+#: A site, a class, and the largest class that its reducer can index.
+REDUCED = [
+    (PlanSpec(1024, 128, 128, 16, max_context_tokens=64, kv_layout="packed", max_partitions=256), 2048, 4096),
+    (
+        PlanSpec(
+            16, 1, 256, 16, max_context_tokens=64, kv_layout="packed", query_length=4, max_partitions=256,
+            workgroup_budget=140_000, kv_dtype="float8_e4m3fnuz", scales="per_tensor",
+        ),
+        1024,
+        511,  # x 256 slots x 64 x 256 is just below 2**31
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "rows", "most"), REDUCED)
+def test_a_class_is_refused_exactly_where_the_reducers_32_bits_end(spec, rows, most):
+    """R47."""
+    assert aiter_limits.most_reducer_rows(spec, 256) == most
+    if rows <= most:
+        aiter_limits.check_reducer(spec, rows, 256)
+        return
+    with pytest.raises(ConfigError, match=f"a class of {rows} rows is too large .*max_plan_rows={most}"):
+        aiter_limits.check_reducer(spec, rows, 256)
+    aiter_limits.check_reducer(spec, most, 256)
+    with pytest.raises(ConfigError, match="too large"):
+        aiter_limits.check_reducer(spec, most + 1, 256)
+    # Up to 64 partitions it has 64-bit addresses, of which the stride of a head must fit 32.
+    few = replace(spec, max_partitions=64)
+    aiter_limits.check_reducer(few, 1024, 256)
+    assert aiter_limits.most_reducer_rows(few, 256) == 2047
+    # And so it has for a window of few tiles.
+    aiter_limits.check_reducer(replace(spec, sliding_window=4096, workgroup_budget=131_071), 1024, 256)
+    # The output is indexed as a whole.
+    wide = replace(few, num_q_heads=128 * 16, num_kv_heads=128, max_partitions=1, workgroup_budget=1, head_dim=1024)
+    assert aiter_limits.most_reducer_rows(wide, 256) == 2**31 // (128 * 64 * 1024)
+
+
+def test_a_sites_own_softmax_scale_is_compiled_and_another_one_names_both(make_world, aiter):
+    spec = replace(BF16, softmax_scale=0.25)
+    world = make_world(spec)
+    plan = world.plan(LENS)
+    assert {call["softmax_scale"] for call in aiter.decodes} == {0.25}
+    world.decode(plan, softmax_scale=0.25)
+    num_calls = len(aiter.decodes)
+    said = r"softmax_scale is 0.125, .* compiled for 0.25\. Pass PlanSpec\(softmax_scale=0.125\)"
+    with pytest.raises(ConfigError, match=said):
+        world.decode(plan, softmax_scale=0.125)
+    assert len(aiter.decodes) == num_calls and world.output.isnan().all()
+    aiter.decodes.clear()
+    both = make_world(spec, softmax_scales=[0.5])
+    assert {call["softmax_scale"] for call in aiter.decodes} == {0.25, 0.5}
+    both.decode(both.plan(LENS), softmax_scale=0.5)
+
+
+def test_auto_serves_a_model_of_another_softmax_scale_by_aiter():
+    spec = replace(BF16, softmax_scale=0.25)
+    with aiter_machine("gfx942", device_type="meta", num_cu=304):
+        with PlanManager(spec, ladder=CapacityLadder([1]), device=FakeDevice("meta", 304)) as manager:
+            assert manager.report().backend == "aiter"
+    with aiter_machine("gfx942") as double:
+        world = PackedWorld(spec, AiterBackend())
+        plan, compiles = world.plan(LENS), double.compiles
+        world.decode(plan, softmax_scale=0.25)
+        assert double.compiles == compiles and {key[6] for key in double.compiled if key[0] == "tile"} == {0.25}
+        world.manager.close()
+
+
+def test_a_call_without_scales_is_one_with_ones(make_world, aiter):
+    world = make_world(FP8)
+    plan = world.plan(LENS)
+    ones = dict.fromkeys(("key_scale", "value_scale"), torch.ones(1))
+    world.assert_right(world.decode(plan, key_scale=None, value_scale=None), **ones)
+    assert [aiter.decodes[-1][name].tolist() for name in ones] == [[1.0], [1.0]]
+    with pytest.raises(ConfigError, match="a per_token scale"):
+        token = make_world(replace(FP8, scales="per_token"))
+        token.decode(token.plan(LENS), key_scale=None, value_scale=None)
 
 
 def test_rows_past_the_limit_of_a_plan_are_served_in_segments(make_world, aiter):

@@ -7,7 +7,22 @@ import torch
 
 from planlife.testing.aiter_double import aiter_double
 
-from .double_call import INT32, num_compiled, pa_decode, plan_of, valid_call
+from .double_call import INT32, copy_of, num_compiled, pa_decode, plan_of, valid_call
+
+
+def test_reducers_are_forgotten_beyond_256_and_tiles_are_not():
+    with aiter_double(num_cu=512) as double:
+        call = valid_call(double, (17,), max_partitions=1)
+        calls = [call | {"work_plan": copy_of(call["work_plan"], max_partitions=1 + at)} for at in range(257)]
+        for one in calls[:256]:
+            pa_decode(**one)
+        pa_decode(**calls[0])  # and is now the one that was asked for last
+        assert num_compiled(double, "reduce") == 256
+        pa_decode(**calls[256])
+        tiles = num_compiled(double, "tile")
+        for at, num_reducers in ((0, 257), (1, 258)):
+            pa_decode(**calls[at])
+            assert (num_compiled(double, "reduce"), num_compiled(double, "tile")) == (num_reducers, tiles)
 
 
 def test_the_planner_is_compiled_per_batch_capacity_cap_and_window():

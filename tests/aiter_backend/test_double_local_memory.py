@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 
-from planlife import CapacityLadder, ConfigError, PlanManager, PlanSpec
+from planlife import CapacityLadder, ConfigError, PlanManager, PlanSpec, Step
+from planlife.backends.aiter_limits import FP8_OF_ARCHITECTURE
+from planlife.backends.aiter_tile import refuse_tile
+from planlife.planner import spec_capacity
 from planlife.testing.aiter_double import TileCompileError, aiter_double
 from planlife.testing.aiter_double.compile_keys import TileShape, check_tile, tile_key
 from planlife.testing.aiter_machine import aiter_machine
+from planlife.testing.fakes import FakeDevice
 
 from .double_call import num_compiled, pa_decode, valid_call
 
@@ -99,26 +106,77 @@ FP8 = {"kv_dtype": "float8_e4m3fnuz", "scales": "per_tensor"}
     [
         ("gfx942", "G3", FP8),  # the compiler
         ("gfx942", "G3", {"num_q_heads": 48}),  # the schedule of BF16 caches
+        ("gfx950", "G2", {"num_q_heads": 32, "page_size": 16, "max_context_tokens": 64, "query_length": 1}),
         ("gfx1250", "G3", {"query_length": 11, "kv_dtype": "float8_e4m3fn", "scales": "per_tensor"}),  # gfx1250's
+        ("gfx1250", "newer", {"query_length": 11, "kv_dtype": "float8_e4m3fn", "scales": "per_tensor"}),
     ],
-    ids=["gfx942, FP8", "gfx942, BF16", "gfx1250, FP8"],
+    ids=["gfx942, FP8", "gfx942, BF16", "gfx950, BF16", "gfx1250, FP8", "gfx1250, FP8, newer"],
 )
-def test_a_class_whose_tile_does_not_fit_is_refused_when_it_is_minted_and_the_fallback_takes_it(
-    arch, generation, changed
-):
+def test_a_site_whose_tile_does_not_fit_is_refused_when_the_manager_is_made_and_auto_goes_on(arch, generation, changed):
     spec = PlanSpec(**{**fields_of(SITE), **changed})
     options = {"ladder": CapacityLadder([1, 2]), "device": "cpu", "backend": "aiter"}
     with aiter_machine(arch, generation=generation):
-        with PlanManager(spec, **options) as manager, manager.capture_phase():
-            with pytest.raises(ConfigError, match="LDS"):
-                manager.warm()
+        with pytest.raises(ConfigError, match=r"bytes of local memory \(LDS\), and has .* or pass 'triton'"):
+            PlanManager(spec, **options)
         with PlanManager(spec, fallback="torch", **options) as manager:
-            with manager.capture_phase():
-                manager.warm()
-    with aiter_machine(arch, generation="G4" if arch == "gfx1250" else generation):
-        smaller = spec if arch == "gfx1250" else PlanSpec(**{**fields_of(spec), "num_q_heads": 8})
-        with PlanManager(smaller, **options) as manager, manager.capture_phase():
-            manager.warm()  # positive control
+            assert manager.plan_for(Step(torch.ones(1, dtype=torch.int32))).route == "fallback"
+    with aiter_machine(arch, generation=generation, device_type="meta"):
+        device = FakeDevice("meta", 256)
+        with PlanManager(spec, ladder=CapacityLadder([1]), device=device) as manager:
+            assert manager.report().backend != "aiter"
+        smaller = PlanSpec(**{**fields_of(spec), "num_q_heads": 8})
+        with PlanManager(smaller, ladder=CapacityLadder([1]), device=device) as manager:
+            assert manager.report().backend == "aiter"  # positive control
+    if arch == "gfx1250":  # whose other text holds one query tile
+        with aiter_machine(arch, generation="G4"):
+            PlanManager(spec, **options).close()
+
+
+def test_what_is_refused_when_a_manager_is_made_is_what_no_class_of_the_site_can_compile():
+    draw = random.Random(0)
+    outcomes = Counter()
+    for number in range(3000):
+        spec, arch = random_site(draw)
+        refusal = refuse_tile(spec, arch, has_text_of_gfx1250=False, num_compute_units=256)
+        compiles = any(is_compiled(spec, arch, rows, has_5d_v) for rows in ROWS for has_5d_v in (True, False))
+        assert compiles == (not refusal), f"draw {number}: {spec} on {arch}: {refusal}"
+        outcomes[arch, compiles] += 1
+    assert len(outcomes) == 6 and min(outcomes.values()) > 50
+
+
+ROWS = (1, 2, 64, 4096)
+
+
+def random_site(draw: random.Random) -> tuple[PlanSpec, str]:
+    arch = draw.choice(("gfx942", "gfx950", "gfx1250"))
+    is_fp8 = arch == "gfx1250" or draw.random() < 0.6
+    heads = draw.choice((1, 2))
+    group = draw.choice((1, 8, 16, 32, 64, 112, 113, 224, 512, 1040, 1104, 1105, 2048))
+    return PlanSpec(
+        heads * group, heads, draw.choice((64, 128, 256, 896, 1024)), draw.choice((16, 64, 128)),
+        max_context_tokens=4096, kv_layout="packed", query_length=draw.choice((1, 2, 3, 4, 11)),
+        sliding_window=draw.choice((0, 0, 1, 300, 5000)), max_partitions=draw.choice((1, 2, 64, 256)),
+        workgroup_budget=draw.choice((1, 512, 4000)),
+        kv_dtype=FP8_OF_ARCHITECTURE[arch] if is_fp8 else "bfloat16",
+        scales=draw.choice(("per_token", "per_tensor")) if is_fp8 else "none",
+    ), arch  # fmt: skip
+
+
+def is_compiled(spec: PlanSpec, arch: str, rows: int, has_5d_v: bool) -> bool:
+    tile = TileShape(
+        arch=arch, num_cu=256, rows=rows, num_kv_heads=spec.num_kv_heads, group=spec.group_size,
+        head_dim=spec.head_dim, page=spec.page_size, capacity=spec_capacity(spec, rows, 256),
+        max_partitions=spec.max_partitions, softmax_scale=1.0, query_dtype="bf16",
+        kv_dtype="bf16" if spec.scales == "none" else "fp8", per_token=spec.scales == "per_token",
+        query_length=spec.query_length, is_transposed_v=has_5d_v, cache_bytes=1, context_bound=4096,
+        window=spec.sliding_window,
+    )  # fmt: skip
+    try:
+        tile_key(tile)
+        check_tile(tile)
+    except (TileCompileError, ValueError, NotImplementedError):
+        return False
+    return True
 
 
 def fields_of(spec: PlanSpec) -> dict[str, Any]:

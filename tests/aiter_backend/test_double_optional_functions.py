@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from importlib import import_module
 
 import pytest
 import torch
 
 from planlife.testing import EmulatedGraph, record
 from planlife.testing.aiter_double import OPTIONAL, AiterDouble, aiter_double
+from planlife.testing.aiter_double.double import TUNING_MODULE
 
 from .double_call import REQUIRED, assert_right, defining_module, pa_decode, valid_call
 from .refused_calls import DECODE_FAULTS
@@ -20,8 +22,8 @@ def test_optional_functions_are_there_when_they_are_asked_for():
     with aiter_double():
         assert not any(hasattr(defining_module(), name) for name in functions)
     with aiter_double(optional=OPTIONAL):
-        module = defining_module()
-        assert all(hasattr(module, name) for name in functions)
+        module, tuning = defining_module(), import_module(TUNING_MODULE)
+        assert all(hasattr(tuning if name == "get_cached_budget" else module, name) for name in functions)
         assert "max_batch_size" in inspect.signature(module.plan_pa_decode).parameters
 
 
@@ -139,3 +141,26 @@ def test_a_prepared_plan_is_the_default_one_and_is_not_made_in_a_capture():
         with pytest.raises(RuntimeError, match="before graph capture"):
             with record(EmulatedGraph()):
                 prepare(*arguments)
+
+
+@pytest.mark.parametrize("is_in_tuning", [False, True])
+def test_a_prepared_plan_has_the_budget_that_was_tuned_for_its_rows(is_in_tuning):
+    settings = {"tuned_budgets": {3: 14}, "prepares_in_tuning": is_in_tuning}
+    with aiter_double(num_cu=8, optional=("prepare_pa_decode_plan",), **settings) as double:
+        home = import_module(TUNING_MODULE) if is_in_tuning else defining_module()
+        call = valid_call(double)
+        arguments = [call[name] for name in REQUIRED if name != "output"]
+        tune = {"tune": False, "config_dir": None} if is_in_tuning else {}
+        assert home.prepare_pa_decode_plan(*arguments, compute_type=call["compute_type"], **tune).capacity == 14
+        if is_in_tuning:
+            assert not hasattr(defining_module(), "prepare_pa_decode_plan")
+
+
+def test_a_cached_budget_is_told_by_rows_and_is_the_default_on_a_miss():
+    with aiter_double(arch="gfx942", num_cu=8, optional=("get_cached_budget",), tuned_budgets={12: 64}) as double:
+        tuning = import_module(TUNING_MODULE)
+        call = valid_call(double)
+        key = tuning.storage_key(*(call[name] for name in ("query", *CACHES, "key_scale", "value_scale")))
+        for rows, budget in ((12, 64), (1, 16)):
+            shape = tuning.make_shape(rows, 4096, 1, num_query_heads=2, num_kv_heads=1, head_dim=64, page_size=16)
+            assert tuning.get_cached_budget(shape, "gfx942", 8, storage_key=key) == budget

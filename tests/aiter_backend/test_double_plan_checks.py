@@ -142,3 +142,14 @@ def test_more_than_4096_rows_need_max_batch_size_and_gfx1250():
     with aiter_double(arch="gfx950", optional=("max_batch_size",)):
         with pytest.raises(ValueError, match="gfx1250"):
             plan_of(lens, max_batch_size=5000)
+
+
+def test_a_float_max_partitions_makes_no_plan_and_refreshes_one():
+    with aiter_double(num_cu=8):
+        for budget in (None, 1):
+            with pytest.raises(TypeError):
+                plan_of(lens_of(*LENS), max_partitions=8.0, workgroup_budget=budget)
+        with pytest.raises(ValueError):  # noqa: PT011 - the bounds come first
+            plan_of(lens_of(*LENS), max_partitions=9.0)
+        plan = plan_of(lens_of(*LENS), max_partitions=8)
+        assert plan_of(lens_of(*LENS), max_partitions=8.0, plan=plan) is plan

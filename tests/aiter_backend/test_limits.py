@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from planlife import CapacityLadder, ConfigError, PlanManager, PlanSpec
+from planlife import ConfigError, PlanSpec
 from planlife.aiter_library import AiterLibrary, probe
 from planlife.backends import aiter_backend
 from planlife.backends.aiter_backend import AiterBackend, architecture_of
@@ -130,10 +130,9 @@ def test_a_plan_takes_as_many_rows_and_partitions_as_the_wrapper_asks_for_and_no
 
     num_cu = here.device.num_compute_units
     assert plan(MAX_PLAN_ROWS, num_cu).reduce_info.shape == (MAX_PLAN_ROWS, 2)
-    with pytest.raises(ValueError, match=str(MAX_PLAN_ROWS)):
-        plan(MAX_PLAN_ROWS + 1, num_cu)
-    with pytest.raises(ValueError, match="max_partitions"):
-        plan(1, num_cu + 1)
+    for rows, max_partitions in ((MAX_PLAN_ROWS + 1, num_cu), (1, num_cu + 1)):
+        with pytest.raises(ValueError):  # noqa: PT011 - in the library's own words
+            plan(rows, max_partitions)
     (reason,) = here.backend().refuse_spec(replace(here.fp8, max_partitions=num_cu + 1), here.device)
     assert f"max_partitions={num_cu + 1} is above" in reason
     assert here.backend().refuse_spec(replace(here.fp8, max_partitions=num_cu), here.device) == ()
@@ -201,10 +200,5 @@ def test_a_random_site_is_refused_exactly_when_the_library_does_not_take_its_cal
             refusals = backend.refuse_spec(spec, device)
             refusal = refusal_of(spec)
             outcomes.add(not refusal)
-            if not refusals and "LDS" in refusal:  # told when it is compiled, and by nothing before that
-                with PlanManager(spec, ladder=CapacityLadder([1]), device=device, backend=backend) as manager:
-                    with manager.capture_phase(), pytest.raises(ConfigError, match="LDS"):
-                        manager.warm()
-                continue
             assert bool(refusals) == bool(refusal), f"draw {number}: {spec}: {refusals}; the library: {refusal!r}"
     assert outcomes == {True, False}

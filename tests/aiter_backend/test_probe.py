@@ -399,6 +399,10 @@ def tuned_plan(output, query, key_cache, value_cache, context_lengths, block_tab
 def default_plan(output, query, key_cache, value_cache, context_lengths, block_tables, softmax_scale, query_length, *,
                  compute_type=None, key_scale=None, value_scale=None, exp_sums=None, max_logits=None,
                  temporary_output=None, sinks=None, sliding_window=0, work_plan=None, max_context_length=None): ...
+def two_head_dims(output, query, key_cache, value_cache, context_lengths, block_tables, softmax_scale, query_length,
+                  max_context_partition_num, *, compute_type=None, key_scale=None, value_scale=None, exp_sums=None,
+                  max_logits=None, temporary_output=None, sinks=None, sliding_window=0, work_plan=None,
+                  max_context_length=None, value_head_size=None): ...
 def dense_planner(context_lengths, num_kv_heads, *, max_partitions=256, workgroup_budget=None, plan=None): ...
 # fmt: on
 
@@ -417,6 +421,13 @@ def test_an_aiter_of_before_mandatory_plans_is_refused_by_what_tells_it(old, sig
         f"of before work plans were mandatory (its pa_decode {sign}): upgrade aiter to one with ROCm/aiter#5809"
         in reason
     )
+
+
+def test_a_text_for_two_head_dims_is_refused_by_what_it_takes():
+    (reason,) = reasons_of(pa_decode=two_head_dims)
+    assert "is of another contract (its pa_decode takes value_head_size, for V of another head_dim" in reason
+    function = with_parameter(RecordingAiter().pa_decode, "value_head_size", default=None)
+    assert reasons_of(pa_decode=function) == ()  # with mandatory plans it is one more parameter
 
 
 def test_all_that_is_wrong_with_an_old_aiter_is_told_at_once():

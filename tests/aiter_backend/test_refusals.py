@@ -87,7 +87,13 @@ def test_real_consumers_sites_are_served_or_refused_with_the_reason(spec, archit
         (replace(FNUZ, q_dtype="float32"), "make it bfloat16 or float16"),
         (FN, "the FP8 cache of gfx942 is float8_e4m3fnuz, not float8_e4m3fn"),
         (replace(BF16, max_partitions=257), "max_partitions=257 is above the 256 compute units"),
-        (replace(BF16, num_q_heads=2**16, head_dim=64), "65536 query rows per KV head on 1 KV heads"),
+        (replace(BF16, num_q_heads=2**16, head_dim=64), "65536 query heads per KV head with head_dim 64"),
+        (replace(FNUZ, num_q_heads=16, query_length=48), "768 query rows per KV head with head_dim 128"),
+        (replace(BF16, softmax_scale=1e-46), "softmax_scale=1e-46 is not finite and > 0 in float32"),
+        (
+            replace(FNUZ, num_q_heads=192 * 112, num_kv_heads=192, head_dim=512, workgroup_budget=192 * 256),
+            "cannot index one row: its offsets are of 32 bits, and 192 KV heads x 256 slots x 112 query rows x head",
+        ),
     ],
     ids=lambda value: "" if isinstance(value, str) else None,
 )
@@ -105,7 +111,7 @@ def test_a_limit_is_told_with_the_way_out(spec, said):
         replace(FNUZ, head_dim=256, q_dtype="float16"),
         replace(FNUZ, page_size=128, scales="per_token"),
         replace(BF16, page_size=64, max_partitions=256, query_length=7),
-        replace(BF16, num_q_heads=2**15, head_dim=64),
+        replace(BF16, num_q_heads=432, head_dim=64),
     ],
     ids=range(7),
 )

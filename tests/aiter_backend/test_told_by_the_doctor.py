@@ -7,6 +7,7 @@ compared with what PlanManager then does.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -267,7 +268,10 @@ def test_the_conditions_of_a_served_site_are_what_calls_then_meet(generation):
 
 def test_classes_beyond_a_plan_of_aiter_are_told_as_segments_and_those_beyond_its_reducer_as_refused():
     """R23, R47."""
-    wide = replace(three_sites("gfx942")["bf16"], num_q_heads=1024, num_kv_heads=8, max_context_tokens=64)
+    wide = replace(
+        three_sites("gfx942")["fp8"], num_q_heads=16, head_dim=256, query_length=4, max_partitions=256,
+        workgroup_budget=140_000, max_context_tokens=64,
+    )  # fmt: skip
     one = sites(dense=three_sites("gfx942")["bf16"], wide=wide)
     one.ladders.update(dense=CapacityLadder([4096, 8193]), wide=CapacityLadder([8, 4096]))
     with library_on("gfx942", "G3") as here:
@@ -276,15 +280,23 @@ def test_classes_beyond_a_plan_of_aiter_are_told_as_segments_and_those_beyond_it
         assert "classes above 4096 rows are decoded in segments: 8193 in 3" in by_site["dense"]
         assert not any("reducer" in line for line in by_site["dense"])
         (told,) = (line for line in by_site["wide"] if "reducer" in line)
-        assert told.startswith("warming the classes 4096 is refused: aiter's reducer takes 1024 rows of this shape")
+        assert told.startswith("warming the classes 4096 is refused: aiter's reducer takes 511 rows of this shape")
         with PlanManager(one.specs, ladder=one.ladders, device=FakeDevice("meta", NUM_CU), backend="aiter") as manager:
             assert [len(manager._sizing.segment_rows(rows)) for rows in (4096, 8193)] == [1, 3]
         most = int(re.search(r"max_plan_rows=(\d+)", told)[1])
     with aiter_machine("gfx942"):
         backend = AiterBackend(max_plan_rows=most)
-        spec = replace(wide, max_partitions=1, workgroup_budget=1)
         with pytest.raises(ConfigError, match=f"max_plan_rows={most}"):
-            backend.compile(spec, most + 1, SimpleNamespace(name="cpu", num_compute_units=NUM_CU))
+            backend.compile(wide, most + 1, SimpleNamespace(name="cpu", num_compute_units=NUM_CU))
+
+
+@pytest.mark.parametrize(("softmax_scale", "origin"), [(None, "1/sqrt(head_dim)"), (0.5, "the site's")])
+def test_the_softmax_scale_that_is_compiled_in_is_told_with_its_origin(softmax_scale, origin):
+    spec = replace(three_sites("gfx942")["bf16"], softmax_scale=softmax_scale)
+    with library_on("gfx942", "G3") as one:
+        conditions = examine(one, sites(one=spec)).sites[0].backends[0].conditions
+        assert any(f"compiled in as {softmax_scale or 1 / math.sqrt(128)} ({origin})" in line for line in conditions)
+        assert not verdicts(examine(one, sites(one=spec)), "one")["torch"]
 
 
 def test_a_newer_function_that_cannot_be_called_as_announced_is_told_as_of_no_use():

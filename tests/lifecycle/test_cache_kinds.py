@@ -11,7 +11,7 @@ import torch
 from planlife import CapacityLadder, ConfigError, StepPlan
 from planlife.testing import LAYOUTS, reference_decode
 
-from .world import World, both_styles, fallback_name, limited_backend
+from .world import World, both_styles, fallback_name, limited_backend, small_spec
 
 FP8 = ("float8_e4m3fn", "float8_e4m3fnuz")
 KINDS = [
@@ -115,6 +115,43 @@ def test_a_packed_v_of_fewer_pages_which_lies_behind_k_in_one_pool_is_read_in_pl
     world.assert_right(world.replay(g, world.step(4), style)[:4], expected)
     world.tables.copy_(tables)  # control: these are other pages
     world.assert_wrong(world.replay(g, world.step(4), style)[:4], expected)
+
+
+@both_styles
+def test_an_fp8_cache_of_scales_per_tensor_that_is_called_without_any_has_ones(style: str) -> None:
+    world = World(kind=replace(World.kind, kv_dtype=World.kind.fp8, scales="per_tensor"), rows=4, warm=True)
+    world.set_lens([300, 0, 17, 257])
+    scaled, world.scales = world.scales, {name: torch.ones_like(one) for name, one in world.scales.items()}
+    expected, world.scales = world.expected(), {}
+    world.assert_right(world.eager(world.step(4)), expected)
+    world.assert_right(world.eager(world.step(4), key_scale=None, value_scale=None), expected)
+    g = world.capture(world.step(4), style)
+    world.assert_right(world.replay(g, world.step(4), style), expected)
+    world.assert_wrong(world.eager(world.step(4), **scaled), expected)  # control
+    for name in scaled:  # one alone is a mistake
+        with pytest.raises(ConfigError, match="is None, wanted a per_tensor scale"):
+            world.eager(world.step(4), **{name: scaled[name]})
+
+
+@both_styles
+def test_a_site_with_a_softmax_scale_of_its_own_is_decoded_by_it(style: str) -> None:
+    """As a Gemma's layers have, whatever their head_dim is."""
+    world = World(sites={"default": small_spec(softmax_scale=0.5)}, rows=4, warm=True)
+    world.set_lens([300, 0, 17, 257])
+    world.assert_right(world.eager(world.step(4)), world.expected())
+    g = world.capture(world.step(4), style)
+    world.assert_right(world.replay(g, world.step(4), style), world.expected())
+    usual = world.expected(spec=replace(world.spec, softmax_scale=None))
+    world.assert_wrong(world.output, usual)  # control
+
+
+def test_sites_that_share_plans_may_differ_in_their_softmax_scales() -> None:
+    sites = {"target": small_spec(softmax_scale=0.5), "draft": small_spec(plan_of="target", softmax_scale=0.25)}
+    world = World(sites=sites, rows=4, warm=True)
+    world.set_lens([300, 0, 17, 257])
+    for site, spec in sites.items():
+        world.spec = spec
+        world.assert_right(world.eager(world.step(4, site=site)), world.expected())
 
 
 @pytest.mark.parametrize("kv_dtype", FP8)

@@ -136,6 +136,11 @@ class Owner:
     """A step's metadata object."""
 
 
+def scale_of(spec: PlanSpec) -> float:
+    """What a site's layers are called with."""
+    return spec.softmax_scale or spec.head_dim**-0.5
+
+
 def small_spec(**changes: Any) -> PlanSpec:
     """A site over the worlds' kind of cache."""
     return World.kind.spec(**changes)
@@ -243,7 +248,7 @@ class World:
             self.key_cache,
             self.value_cache,
             tables,
-            self.spec.head_dim**-0.5,
+            scale_of(self.spec),
             **{**self.scales, **extras},
         )
         return result
@@ -346,7 +351,7 @@ class World:
             self.value_cache.cpu(),
             tables.cpu(),
             lens.cpu(),
-            spec.head_dim**-0.5,
+            scale_of(spec),
             query_length=spec.query_length,
             sliding_window=spec.sliding_window,
             kv_layout=spec.kv_layout,

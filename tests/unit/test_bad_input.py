@@ -160,6 +160,10 @@ def test_lengths_that_the_kernels_cannot_take_are_refused_before_any_launch(lens
 
 
 BAD_SPECS: list[tuple[str, Any, str]] = [
+    *[
+        ("softmax_scale", value, "softmax_scale must be a number on the host, finite and > 0, got .*head_dim")
+        for value in (0, -0.5, float("nan"), float("inf"), True, "0.1")
+    ],
     *[("num_kv_heads", value, "num_kv_heads must be") for value in (0, -1, *NOT_INTS)],
     *[("num_q_heads", value, "num_q_heads must be") for value in (0, 3, -4, *NOT_INTS)],
     *[("page_size", value, "page_size must be") for value in (0, -16, *NOT_INTS)],

@@ -76,6 +76,10 @@ def test_a_byte_order_mark_is_accepted(tmp_path):
         ({"dense": {**GOOD, "head_dim": 128.0}}, ["head_dim must be an int, got 128.0 (float)"]),
         ({"dense": {**GOOD, "q_dtype": ["bfloat16"]}}, ["q_dtype must be one of bfloat16"]),
         ({"dense": {**GOOD, "shared_lengths": 1}}, ["shared_lengths must be a bool, got 1"]),
+        (
+            {"dense": {**GOOD, "softmax_scale": 0}},
+            ["softmax_scale must be a number on the host, finite and > 0, got 0"],
+        ),
         ({"dense": {**GOOD, "ladder": 64}}, ["ladder must be a list of row counts", "got 64"]),
         ({"dense": {**GOOD, "ladder": []}}, ["at least one class"]),
         ({"dense": {**GOOD, "ladder": [1, "2"]}}, ["a class must be an int, got '2'"]),
@@ -91,6 +95,12 @@ def test_what_cannot_be_used_is_refused_with_file_and_place(content, parts, tmp_
     assert text.startswith(str(path)) and "\n" not in text
     assert [part for part in parts if part not in text] == [], text
     assert isinstance(caught.value, ConfigError)
+
+
+@pytest.mark.parametrize(("given", "scale"), [({}, None), ({"softmax_scale": None}, None), ({"softmax_scale": 1}, 1.0)])
+def test_a_site_may_have_a_softmax_scale_of_its_own(given, scale, tmp_path):
+    (spec,) = read_sites(written(tmp_path, {"dense": {**GOOD, **given}})).specs.values()
+    assert (spec.softmax_scale, type(spec.softmax_scale)) == (scale, type(scale))
 
 
 @pytest.mark.parametrize("name", ["gone.json", "", "zero\0byte"])

@@ -7,7 +7,8 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import make_dataclass
 from importlib import import_module
@@ -37,10 +38,14 @@ from .signatures import GENERATIONS, OPTIONAL, STRANGERS
 
 _ROOT = "aiter.ops.flydsl"
 MODULE = f"{_ROOT}.pa_decode"
+#: Where get_cached_budget is, with what makes its arguments, and in some texts prepare_pa_decode_plan.
+TUNING_MODULE = f"{_ROOT}.pa_decode_tuning"
 #: Where the planner and its plan are defined; `pa_decode` only imports them.
 PLANNER_MODULE = f"{_ROOT}.kernels.pa_decode_plan"
 _MAX_ROWS = 4096
 _MAX_ROWS_OF_GFX1250 = 81_792
+#: The library keeps so many reducers, the last ones that it was asked for. Plans and tiles it keeps for good.
+MOST_REDUCERS = 256
 _TOKENS = 1 << 23  # float32 holds each of them, and one more
 
 
@@ -57,6 +62,8 @@ class AiterDouble:
     native_bf16: whether those of G2, G3 and "newer" take BF16 caches on gfx942 and gfx950. G4 never does.
     on_violation: "raise" or "record".
     finite_tails: whether V must be finite behind a row's last token; False for tests that poison what no row owns.
+    tuned_budgets: by rows, what was tuned offline, which get_cached_budget and prepare_pa_decode_plan tell.
+    prepares_in_tuning: whether prepare_pa_decode_plan is in `TUNING_MODULE`, as in newer texts, and not in `MODULE`.
     private_scratch: whether live plans must not share scratch, even one after another.
     refresh_delay_cycles: on a GPU, how long a refresh leaves poison in the tables, so that a decode that is not ordered
         behind it is caught.
@@ -81,6 +88,8 @@ class AiterDouble:
         on_violation: str = "raise",
         finite_tails: bool = True,
         private_scratch: bool = False,
+        tuned_budgets: Mapping[int, int] | None = None,
+        prepares_in_tuning: bool = False,
         refresh_delay_cycles: int = 200_000,
     ) -> None:
         if generation not in GENERATIONS and generation not in STRANGERS:
@@ -94,7 +103,10 @@ class AiterDouble:
         arch = architecture_name(arch)  # as aiter takes the features off
         self.arch, self.num_cu, self.generation = arch, num_cu, generation
         self.optional = frozenset(optional)
-        self._compiled: dict[tuple[Any, ...], None] = {}
+        self._compiled: list[tuple[Any, ...]] = []
+        self._kept: dict[tuple[Any, ...], None] = {}
+        self._reducers: OrderedDict[tuple[Any, ...], None] = OrderedDict()
+        self._tuned_budgets, self._prepares_in_tuning = dict(tuned_budgets or {}), prepares_in_tuning
         self.violations: list[str] = []
         self.refreshes = self.decodes = self.plans_made = 0
         self._raises = on_violation == "raise"
@@ -122,12 +134,12 @@ class AiterDouble:
 
     @property
     def compiles(self) -> int:
-        """How many specialisations were compiled."""
+        """How many specialisations were compiled, those again that were forgotten in between."""
         return len(self._compiled)
 
     @property
     def compiled(self) -> tuple[tuple[Any, ...], ...]:
-        """Their keys, in order of first use: ("plan" | "tile" | "reduce", ...)."""
+        """Their keys, in the order of compiling: ("plan" | "tile" | "reduce", ...)."""
         return tuple(self._compiled)
 
     def check(self) -> None:
@@ -171,6 +183,8 @@ class AiterDouble:
             budget = self._default_budget(rows, kv_heads, total, window, c.query_length)
             budget = budget if c.workgroup_budget is None else c.workgroup_budget
             require(budget >= 1, ValueError, f"workgroup_budget must be positive, got {budget}")
+            # Neither a tensor's extent nor a kernel's constant may be a float.
+            require(isinstance(cap, int), TypeError, f"max_partitions must be an int, got {cap!r}")
             plan = self._new_plan(lengths, kv_heads, cap, budget, window, c.query_length)
         else:
             require(c.workgroup_budget is None, ValueError, "workgroup_budget is fixed when reusing a plan")
@@ -234,13 +248,33 @@ class AiterDouble:
         c = SimpleNamespace(**given)
         require(not _is_recording(c.query), RuntimeError, "prepare_pa_decode_plan must run before graph capture")
         plan = self.functions["plan_pa_decode"]
-        return plan(
-            c.context_lengths,
-            c.key_cache.shape[1],
-            max_partitions=self.num_cu if c.max_partitions is None else c.max_partitions,
-            sliding_window=c.sliding_window,
-            query_length=c.query_length,
-        )
+        budget = self._tuned_budgets.get(c.context_lengths.numel(), 2 * self.num_cu)
+        made = None
+        for one in dict.fromkeys((2 * self.num_cu, budget)):  # the default always, for its checks
+            made = plan(
+                c.context_lengths,
+                c.key_cache.shape[1],
+                max_partitions=self.num_cu if c.max_partitions is None else c.max_partitions,
+                workgroup_budget=one,
+                sliding_window=c.sliding_window,
+                query_length=c.query_length,
+            )
+        return made
+
+    def _cached_budget(self, shape: Any, architecture: str, num_cu: int, storage_key: Any) -> int:
+        require(architecture == self.arch and num_cu == self.num_cu, ValueError, "of another machine")
+        return self._tuned_budgets.get(shape["batch_size"], 2 * num_cu)
+
+    def _shape(self, **given: Any) -> dict[str, Any]:
+        c = SimpleNamespace(**given)
+        ok = c.page_size in (16, 64, 128) and c.dtype in ("bfloat16", "float16") and type(c.per_token) is bool
+        require(ok and c.kv_dtype in ("fp8", "bfloat16"), ValueError, "no shape that is tuned")
+        is_bf16 = c.kv_dtype == "bfloat16"
+        require(not is_bf16 or (c.trans_v and not c.per_token), ValueError, "BF16 caches: vectorized V and no scales")
+        return given
+
+    def _storage_key(self, **tensors: Any) -> tuple[Any, ...]:
+        return tuple(None if tensor is None else tensor.stride() for tensor in tensors.values())
 
     def _nhd_max_query_length(self, device: Any, **shape: Any) -> int:
         return 32 // shape["query_group_size"] if self._is_nhd_shape(**shape) else 0
@@ -292,9 +326,16 @@ class AiterDouble:
 
     def _compile(self, key: tuple[Any, ...], on: torch.Tensor) -> None:
         with self._lock:
-            if key in self._compiled:
+            kept = self._reducers if key[0] == "reduce" else self._kept
+            is_known = key in kept
+            kept[key] = None
+            if kept is self._reducers:
+                self._reducers.move_to_end(key)
+                if len(self._reducers) > MOST_REDUCERS:
+                    self._reducers.popitem(last=False)
+            if is_known:
                 return
-            self._compiled[key] = None
+            self._compiled.append(key)
         if _is_recording(on):
             self._violate(f"first use of a compile key while recording: {key}")
 
@@ -318,8 +359,10 @@ class AiterDouble:
 
     def _check_memory(self, c: SimpleNamespace, scratch: tuple[torch.Tensor, ...]) -> None:
         strides = [stride for stride, extent in zip(c.query.stride()[:2], c.query.shape, strict=False) if extent > 1]
-        if self.library.arch != "gfx1250" and any(stride % 2 for stride in strides):
-            self._violate(f"query rows must start on 4 bytes: even strides, got {c.query.stride()}")
+        if self.library.arch != "gfx1250" and (c.query.data_ptr() % 4 or any(stride % 2 for stride in strides)):
+            self._violate(
+                f"query rows must start on 4 bytes: so must the first, and even strides, got {c.query.stride()}"
+            )
         plan = c.work_plan
         written = sorted(map(_extent, (*scratch, plan.work_info, plan.reduce_info, c.output)))
         if any(right[0] < left[1] for left, right in itertools.pairwise(written)):
@@ -370,13 +413,26 @@ class AiterDouble:
         }
         for name, function, signature in (
             ("can_use_flydsl_pa_decode", self._can_use, signatures.decode_signature(text, with_plan=False)),
-            ("prepare_pa_decode_plan", self._prepare, signatures.PREPARE_SIGNATURE),
+            ("prepare_pa_decode_plan", self._prepare, signatures.prepare_signature(self._prepares_in_tuning)),
             ("pa_decode_nhd_max_query_length", self._nhd_max_query_length, signatures.NHD_SIGNATURE),
             ("pa_decode_default_workgroup_budget", self._shape_budget, signatures.BUDGET_SIGNATURE),
         ):
             if name in self.optional:
-                made[name] = _bound(function, signature, name)
+                made[name] = _bound(function, signature, name, self._home_of(name))
+        if "get_cached_budget" in self.optional:
+            made |= {
+                "get_cached_budget": _bound(
+                    self._cached_budget, signatures.CACHED_BUDGET_SIGNATURE, "get_cached_budget", TUNING_MODULE
+                ),
+                "make_shape": _bound(self._shape, signatures.SHAPE_SIGNATURE, "make_shape", TUNING_MODULE),
+                "storage_key": _bound(
+                    self._storage_key, signatures.STORAGE_KEY_SIGNATURE, "storage_key", TUNING_MODULE
+                ),
+            }
         return made
+
+    def _home_of(self, name: str) -> str:
+        return TUNING_MODULE if name == "prepare_pa_decode_plan" and self._prepares_in_tuning else MODULE
 
     def _contents(self) -> dict[str, dict[str, Any]]:
         """Module name -> what is in it."""
@@ -394,7 +450,10 @@ class AiterDouble:
         planner_kernel = "compile_pa_decode_plan" if self._text.planner == "flydsl" else "_plan_pa_decode"
         planner = {"PADecodePlan": self.plan_class, "plan_pa_decode": self.functions["plan_pa_decode"]}
         found[PLANNER_MODULE] = {planner_kernel: _stranger, **planner}
-        found[MODULE] = {**self.functions, **planner}
+        tuning = {name: one for name, one in self.functions.items() if one.__module__ == TUNING_MODULE}
+        found[MODULE] = {name: one for name, one in self.functions.items() if name not in tuning} | planner
+        if tuning:
+            found[TUNING_MODULE] = tuning
         return found
 
 

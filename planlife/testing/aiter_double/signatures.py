@@ -25,6 +25,7 @@ _DECODE_POSITIONAL = (
 #: Optional newer names, each there or not (`aiter_double(optional=...)`). max_batch_size is a parameter of the planner.
 OPTIONAL = (
     "can_use_flydsl_pa_decode",
+    "get_cached_budget",
     "max_batch_size",
     "pa_decode_default_workgroup_budget",
     "pa_decode_nhd_max_query_length",
@@ -139,9 +140,9 @@ def _signature(positional: tuple[str, ...], defaults: dict[str, object], kind: o
     return Signature([*required, *others])
 
 
-PREPARE_SIGNATURE = _signature(
-    _DECODE_POSITIONAL[1:],
-    {
+def prepare_signature(is_in_tuning: bool) -> Signature:
+    """Of prepare_pa_decode_plan, in either of its homes."""
+    defaults: dict[str, object] = {
         "compute_type": torch.bfloat16,
         "key_scale": None,
         "value_scale": None,
@@ -149,6 +150,24 @@ PREPARE_SIGNATURE = _signature(
         "sliding_window": 0,
         "max_partitions": None,
         "max_context_length": None,
+        **({"tune": False, "config_dir": None} if is_in_tuning else {}),
+    }
+    return _signature(_DECODE_POSITIONAL[1:], defaults, Parameter.KEYWORD_ONLY)
+
+
+#: Of get_cached_budget, and of what makes its arguments.
+CACHED_BUDGET_SIGNATURE = _signature(("shape", "architecture", "num_cu"), {"storage_key": None}, Parameter.KEYWORD_ONLY)
+STORAGE_KEY_SIGNATURE = _signature(("query", "key", "value", "key_scale", "value_scale"), {}, Parameter.KEYWORD_ONLY)
+SHAPE_SIGNATURE = _signature(
+    ("batch_size", "context_length", "query_length"),
+    {
+        **dict.fromkeys(("num_query_heads", "num_kv_heads", "head_dim"), _NO_DEFAULT),
+        "page_size": 128,
+        "dtype": "bfloat16",
+        "kv_dtype": "fp8",
+        "per_token": True,
+        "trans_v": True,
+        "window": 0,
     },
     Parameter.KEYWORD_ONLY,
 )
