@@ -92,6 +92,18 @@ class Device(Protocol):
         """Process-unique id of the capture that this thread's current stream is in, 0 when it is not recording."""
         ...
 
+    def is_disturbed(self) -> bool:
+        """Whether some mode of the caller's runs Python code whenever this thread reads a tensor. Every call asks."""
+        ...
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """In the body no such mode sees what this thread does with tensors."""
+        ...
+
+    def as_called(self) -> AbstractContextManager[None]:
+        """In the body of an `undisturbed` one the caller's modes are there again, for code that is the caller's."""
+        ...
+
     def release_queue(self) -> GoneCaptures:
         """A queue of one manager for `watch_capture`."""
         ...

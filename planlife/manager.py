@@ -6,7 +6,8 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 from .backends.base import FLAG_CLAMPED, FLAG_STALE, NUM_FLAGS, Backend, call_check_of
 from .call_check import CallChecker
@@ -47,12 +48,26 @@ from .spec import PlanSpec, Step, check_int
 from .unserved import UNSERVED, refuse_unserved
 
 _Error = TypeVar("_Error", bound=PlanlifeError)
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 ON_MISS = ("fallback", "raise", "mint")
 SANITIZE = ("off", "count", "raise")
 
 #: Dummy steps empty the tables of a before-replay graph; this mark says so. It is nobody's step.
 _EMPTY = Mark(Step(None), None, 0, 0, None, 0)
+
+
+def _undisturbed(method: _Method) -> _Method:
+    """An entry point that reads tensors, which no mode of the caller's sees: `Device.undisturbed`."""
+
+    @wraps(method)
+    def run(self: PlanManager, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_disturbed():
+            return method(self, *args, **kwargs)
+        with self._device.undisturbed():
+            return method(self, *args, **kwargs)
+
+    return cast(_Method, run)
 
 
 class _Given:
@@ -133,7 +148,7 @@ class PlanManager:
         #: What plans are made by; a site that asks for a step, or falls back, sees its spec as it was given.
         self._settled = settle_specs(specs, self._backend, self._device, refused if enabled else specs)
         self._sizing = Sizing(self._settled, ladders, self._backend, ubatches, self._device.num_compute_units, refused)
-        self._announcer = Announcer()
+        self._announcer = Announcer(self._device.as_called)
         self._events = self._announcer.waiting
         self._counters = Counters()
         self._residency = Residency(
@@ -153,6 +168,7 @@ class PlanManager:
         self._check_call = call_check_of(self._backend)
         self._capture_id = self._device.capture_id
         self._current_stream = self._device.current_stream
+        self._is_disturbed = self._device.is_disturbed
         self._flags = self._device.zeros_flags(NUM_FLAGS) if sanitize != "off" and enabled else None
         self._graphs = GraphBook(
             self._device,
@@ -297,6 +313,7 @@ class PlanManager:
                     self._announcer.note("seal", self._device.name)
             self._drain()
 
+    @_undisturbed
     def warm(self, rows: int | Iterable[int] | None = None) -> None:
         """Mint every class (or those of these row counts) of every site and ubatch, largest first.
 
@@ -374,11 +391,18 @@ class PlanManager:
                             (pair.in_graph if capture_id else pair.eager).mark is mark
                             and mark.capture_id == capture_id
                             and mark.is_owned_by(step.owner)
-                            and (mark.version is None or mark.version == lens._version)
+                            and (
+                                mark.version is None
+                                or mark.version == (self._version_of(lens) if self._is_disturbed() else lens._version)
+                            )
                         ):
                             answers.num_skipped += 1
                             return last
         return self._plan_for(step)
+
+    def _version_of(self, lens: Any) -> Any:
+        with self._device.undisturbed():
+            return lens._version
 
     def _plan_off(self, step: Step) -> StepPlan | OffPlan:
         try:
@@ -436,22 +460,22 @@ class PlanManager:
             raise self._refuse(
                 RouteError(f"{plan!r} was made by another PlanManager; decode with the one that planned it.")
             )
-        if unserved:
-            self._refuse_unserved(slot.spec, unserved)
-        # The arguments are spelled out twice: passing them on as a tuple costs a layer 0.2 us more.
-        if item is None:
-            extras = (softmax_scale, key_scale, value_scale, sinks, lse)
-            call = (output, query, key_cache, value_cache, block_tables, *extras)
-            try:
-                self._decode_other(plan, call)
-            finally:
-                self._announcer.deliver()
-            return output
-        slot.checker.check(
-            plan.rows, item.class_rows, output, query, key_cache, value_cache, block_tables, softmax_scale,
-            key_scale, value_scale, sinks, lse,
-        )  # fmt: skip
+        undisturbed = None
         try:
+            if self._is_disturbed():
+                undisturbed = self._device.undisturbed()
+                undisturbed.__enter__()
+            if unserved:
+                self._refuse_unserved(slot.spec, unserved)
+            # The arguments are spelled out twice: passing them on as a tuple costs a layer 0.2 us more.
+            if item is None:
+                extras = (softmax_scale, key_scale, value_scale, sinks, lse)
+                self._decode_other(plan, (output, query, key_cache, value_cache, block_tables, *extras))
+                return output
+            slot.checker.check(
+                plan.rows, item.class_rows, output, query, key_cache, value_cache, block_tables, softmax_scale,
+                key_scale, value_scale, sinks, lse,
+            )  # fmt: skip
             with item.lock:
                 # The streams first: whoever evicts what is taken here then sees where it is used.
                 stream = self._current_stream()
@@ -486,6 +510,8 @@ class PlanManager:
                     for arguments in self._segment_calls(slot.spec.query_length, segments, scratch, call):
                         self._backend.decode(*arguments)
         finally:
+            if undisturbed is not None:
+                undisturbed.__exit__(None, None, None)
             if self._events:
                 self._announcer.deliver()
         return output
@@ -497,6 +523,7 @@ class PlanManager:
                 raise TypeError(f"PlanManager.pa_decode() got an unexpected keyword argument {name!r}")
         refuse_unserved(unserved, spec)
 
+    @_undisturbed
     def _plan_for(self, step: Step) -> StepPlan:
         self._enter("plan_for")
         try:
@@ -941,20 +968,10 @@ class PlanManager:
             self._device.fill(lse[end:], -math.inf)
             asked["lse"] = lse[:end]
         if rows:
-            self._fallback(
-                output[:end],
-                query[:end],
-                key_cache,
-                value_cache,
-                block_tables[:rows],
-                context_lens,
-                softmax_scale,
-                spec=spec,
-                key_scale=key_scale,
-                value_scale=value_scale,
-                sinks=sinks,
-                **asked,
-            )
+            of_rows = output[:end], query[:end], key_cache, value_cache, block_tables[:rows]
+            scales = {"key_scale": key_scale, "value_scale": value_scale}
+            with self._device.as_called():
+                self._fallback(*of_rows, context_lens, softmax_scale, spec=spec, **scales, sinks=sinks, **asked)
         if output.shape[0] > end:
             self._device.fill(output[end:], 0.0)
 
@@ -1092,6 +1109,7 @@ class PlanManager:
         finally:
             self._announcer.deliver()
 
+    @_undisturbed
     def guard(self, g: Graph, *steps: Step) -> None:
         """Check that the next replay of g decodes the work of these steps; call it before g.replay(), on its stream.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
+from . import ambient
 from .device import Device, ReleaseQueue, require_device
 from .emulated_graph import EmulatedGraph, current_capture_id, record, unrecorded, watch_current_capture
 from .errors import ConfigError, MintError
@@ -32,6 +33,7 @@ class TorchDevice:
     def __init__(self, device: torch.device) -> None:
         self.name = str(device)
         self._device = device
+        self.is_disturbed: Callable[[], bool] = ambient.is_disturbed
 
     def dtype(self, name: str) -> torch.dtype:
         """The torch dtype of that name."""
@@ -39,6 +41,14 @@ class TorchDevice:
         if not isinstance(dtype, torch.dtype):
             raise ConfigError(f"dtype {name!r} is not one of torch's.")
         return dtype
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """In the body no function mode of the caller's, such as a default device, sees this thread's tensors."""
+        return ambient.undisturbed()
+
+    def as_called(self) -> AbstractContextManager[None]:
+        """In the body of an `undisturbed` one the caller's modes are there again."""
+        return ambient.as_called()
 
     def fill(self, tensor: torch.Tensor, value: float) -> None:
         """Write one number into all of `tensor`. Capture: yes. Syncs: no. Allocates: no."""
@@ -90,10 +100,16 @@ class CpuDevice(TorchDevice):
     num_compute_units: the planner's CU count, which a CPU does not have.
     """
 
+    @ambient.plain
     def __init__(self, num_compute_units: int = 256) -> None:
         super().__init__(torch.device("cpu"))
         self.num_compute_units = check_int("num_compute_units", num_compute_units, at_least=1)
+        #: Id of the capture that this thread records, 0 when it records none.
+        self.capture_id: Callable[[], int] = current_capture_id
+        #: 0, the only one: whatever is launched on a CPU is done by the time the call returns.
+        self.current_stream: Callable[[], int] = int
 
+    @ambient.plain
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """uint8[num_bytes], contents undefined.
 
@@ -118,20 +134,12 @@ class CpuDevice(TorchDevice):
     def free(self, buffer: torch.Tensor, stream: int) -> None:
         """Nothing to do: a CPU has no queued work, and the block goes with its last reference."""
 
-    def current_stream(self) -> int:
-        """The only one: whatever is launched on a CPU is done by the time the call returns."""
-        return 0
-
     def order_after(self, stream: int) -> None:
         """Nothing to do."""
 
     def relaxed(self) -> AbstractContextManager[None]:
         """Nothing to do: an emulated capture knows its own thread only."""
         return nullcontext()
-
-    def capture_id(self) -> int:
-        """Id of the capture that this thread records, 0 when it records none."""
-        return current_capture_id()
 
     def release_queue(self) -> ReleaseQueue:
         """An empty queue."""

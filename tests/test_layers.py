@@ -18,7 +18,7 @@ LAYERS = (
     ("plan", "call_check", "graph_record", "sizing", "residency", "backends.base"),
     ("slot", "graph_book", "configuration", "merge", "hint"),
     ("manager",),
-    ("emulated_graph", "torch_device", "kernels", "backends", "cuda_runtime", "cuda_device", "trace_file"),
+    ("ambient", "emulated_graph", "torch_device", "kernels", "backends", "cuda_runtime", "cuda_device", "trace_file"),
     (
         "trace",
         "testing",
@@ -39,7 +39,7 @@ LAYERS = (
 CORE = {module for layer in LAYERS[:5] for module in layer}
 
 #: Device and backend are picked by name, when a manager is made; tensor ops are loaded by the first merge.
-LAZY_UPWARDS = {"configuration": ("torch_device", "backends"), "merge": ("kernels",)}
+LAZY_UPWARDS = {"configuration": ("torch_device", "backends"), "merge": ("ambient", "kernels")}
 
 OUTSIDE_THE_CORE = {"torch", "triton", "aiter", "flydsl", "numpy", "click", "rich"}
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..aiter_library import PLAN_FIELDS, AiterLibrary, architecture_name, ask_count, describe, probe, require_library
+from ..ambient import plain
 from ..configuration import DeviceMeant
 from ..errors import BackendUnavailableError, ConfigError, RouteError
 from ..kernels.torch_write import overwrite
@@ -77,6 +78,7 @@ class AiterBackend:
         #: (device, settled spec, rows, capacity) whose every variant ran once.
         self._compiled: set[tuple[str, PlanSpec, int, int]] = set()
 
+    @plain
     def refuse_spec(self, spec: PlanSpec, device: Any) -> Sequence[str]:
         try:
             architecture = architecture_name(self._architecture_of(device) or "")
@@ -157,6 +159,7 @@ class AiterBackend:
     def refuse_step(self, spec: PlanSpec, context_lens: Any) -> Sequence[str]:
         return ()
 
+    @plain
     def default_workgroup_budget(self, spec: PlanSpec, device: Any) -> int:
         budget = None
         if self._library.workgroup_budget is not None and not isinstance(device, DeviceMeant):
@@ -184,6 +187,7 @@ class AiterBackend:
     def scratch_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
         return scratch_bytes(spec, plan_rows, num_compute_units)
 
+    @plain
     def compile(self, spec: PlanSpec, plan_rows: int, device: Any, least_rows: int = 1) -> int:
         """Runs planner and decode over empty rows, once for every row count that a call of this class may have.
 
