@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, cast
+from functools import wraps
+from typing import Any, Protocol, TypeVar, cast
 
 from .errors import ConfigError
 
 Buffer = Any  #: what `Device.allocate` returns: one block of bytes at a fixed address
 Graph = Any  #: a CUDA graph, or an emulated one
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _SMALL_STEP_BYTES = 512
 _LARGE_STEP_BYTES = 2 << 20
@@ -152,6 +155,19 @@ class Device(Protocol):
         A GPU tells a little later: the call after the one that the device has caught up with.
         """
         ...
+
+
+def undisturbed(method: _Method) -> _Method:
+    """A method that reads tensors, which no mode of the caller's sees. Of an object with _device and _is_disturbed."""
+
+    @wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_disturbed():
+            return method(self, *args, **kwargs)
+        with self._device.undisturbed():
+            return method(self, *args, **kwargs)
+
+    return cast(_Method, run)
 
 
 def require_members(what: str, thing: object, protocol: type) -> None:

@@ -6,8 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from .backends.base import FLAG_CLAMPED, FLAG_STALE, NUM_FLAGS, Backend, call_check_of
 from .call_check import CallChecker
@@ -22,7 +21,7 @@ from .configuration import (
     settle_specs,
     takes_lse,
 )
-from .device import Device, Graph
+from .device import Device, Graph, undisturbed
 from .errors import (
     BudgetTooSmallError,
     ClosedError,
@@ -48,26 +47,12 @@ from .spec import PlanSpec, Step, check_int
 from .unserved import UNSERVED, refuse_unserved
 
 _Error = TypeVar("_Error", bound=PlanlifeError)
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 ON_MISS = ("fallback", "raise", "mint")
 SANITIZE = ("off", "count", "raise")
 
 #: Dummy steps empty the tables of a before-replay graph; this mark says so. It is nobody's step.
 _EMPTY = Mark(Step(None), None, 0, 0, None, 0)
-
-
-def _undisturbed(method: _Method) -> _Method:
-    """An entry point that reads tensors, which no mode of the caller's sees: `Device.undisturbed`."""
-
-    @wraps(method)
-    def run(self: PlanManager, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_disturbed():
-            return method(self, *args, **kwargs)
-        with self._device.undisturbed():
-            return method(self, *args, **kwargs)
-
-    return cast(_Method, run)
 
 
 class _Given:
@@ -313,7 +298,7 @@ class PlanManager:
                     self._announcer.note("seal", self._device.name)
             self._drain()
 
-    @_undisturbed
+    @undisturbed
     def warm(self, rows: int | Iterable[int] | None = None) -> None:
         """Mint every class (or those of these row counts) of every site and ubatch, largest first.
 
@@ -460,22 +445,22 @@ class PlanManager:
             raise self._refuse(
                 RouteError(f"{plan!r} was made by another PlanManager; decode with the one that planned it.")
             )
-        undisturbed = None
+        if unserved:
+            self._refuse_unserved(slot.spec, unserved)
+        # The arguments are spelled out twice: passing them on as a tuple costs a layer 0.2 us more.
+        if item is None:
+            extras = (softmax_scale, key_scale, value_scale, sinks, lse)
+            call = (output, query, key_cache, value_cache, block_tables, *extras)
+            try:
+                self._decode_other(plan, call)
+            finally:
+                self._announcer.deliver()
+            return output
+        slot.checker.check(
+            plan.rows, item.class_rows, output, query, key_cache, value_cache, block_tables, softmax_scale,
+            key_scale, value_scale, sinks, lse,
+        )  # fmt: skip
         try:
-            if self._is_disturbed():
-                undisturbed = self._device.undisturbed()
-                undisturbed.__enter__()
-            if unserved:
-                self._refuse_unserved(slot.spec, unserved)
-            # The arguments are spelled out twice: passing them on as a tuple costs a layer 0.2 us more.
-            if item is None:
-                extras = (softmax_scale, key_scale, value_scale, sinks, lse)
-                self._decode_other(plan, (output, query, key_cache, value_cache, block_tables, *extras))
-                return output
-            slot.checker.check(
-                plan.rows, item.class_rows, output, query, key_cache, value_cache, block_tables, softmax_scale,
-                key_scale, value_scale, sinks, lse,
-            )  # fmt: skip
             with item.lock:
                 # The streams first: whoever evicts what is taken here then sees where it is used.
                 stream = self._current_stream()
@@ -489,6 +474,7 @@ class PlanManager:
                     or pair is None
                     or scratch is None
                     or pair.eager.mark is not plan.mark
+                    or len(pair.eager.views[slot.view]) > 1
                 ):
                     extras = (softmax_scale, key_scale, value_scale, sinks, lse)
                     call = (output, query, key_cache, value_cache, block_tables, *extras)
@@ -498,20 +484,11 @@ class PlanManager:
                 tables = pair.eager
                 if self._flags is not None:
                     self._sanitize_tables(tables, plan.mark, slot.spec, block_tables)  # type: ignore[arg-type]
-                segments = tables.views[slot.view]
-                if len(segments) == 1:
-                    self._backend.decode(
-                        segments[0].native, scratch, output, query, key_cache, value_cache, block_tables, softmax_scale,
-                        key_scale, value_scale, sinks, lse,
-                    )  # fmt: skip
-                else:
-                    extras = (softmax_scale, key_scale, value_scale, sinks, lse)
-                    call = (output, query, key_cache, value_cache, block_tables, *extras)
-                    for arguments in self._segment_calls(slot.spec.query_length, segments, scratch, call):
-                        self._backend.decode(*arguments)
+                self._backend.decode(
+                    tables.views[slot.view][0].native, scratch, output, query, key_cache, value_cache, block_tables,
+                    softmax_scale, key_scale, value_scale, sinks, lse,
+                )  # fmt: skip
         finally:
-            if undisturbed is not None:
-                undisturbed.__exit__(None, None, None)
             if self._events:
                 self._announcer.deliver()
         return output
@@ -523,7 +500,7 @@ class PlanManager:
                 raise TypeError(f"PlanManager.pa_decode() got an unexpected keyword argument {name!r}")
         refuse_unserved(unserved, spec)
 
-    @_undisturbed
+    @undisturbed
     def _plan_for(self, step: Step) -> StepPlan:
         self._enter("plan_for")
         try:
@@ -742,6 +719,7 @@ class PlanManager:
             self._device.order_after(item.stream)
             item.stream = stream
 
+    @undisturbed
     def _decode_settled(self, plan: StepPlan, call: tuple[Any, ...]) -> None:
         """Decode by a class's tables where the marks alone do not say what is in them. `call` was checked.
 
@@ -889,6 +867,7 @@ class PlanManager:
                 calls.append((native, scratch, chunk, query[first:end], key_cache, value_cache, tables, *rest))
         return calls
 
+    @undisturbed
     def _decode_other(self, plan: StepPlan | OffPlan, call: tuple[Any, ...]) -> None:
         """Dummies, the fallback, and more rows than the ladder has."""
         self._enter("pa_decode")
@@ -1109,7 +1088,7 @@ class PlanManager:
         finally:
             self._announcer.deliver()
 
-    @_undisturbed
+    @undisturbed
     def guard(self, g: Graph, *steps: Step) -> None:
         """Check that the next replay of g decodes the work of these steps; call it before g.replay(), on its stream.
 
@@ -1457,6 +1436,7 @@ class PlanManager:
         if self._closed:
             raise ClosedError(f"{what} was called on a closed PlanManager; make a new one.")
 
+    @undisturbed
     def _sanitize_tables(self, tables: Tables, mark: Mark, spec: PlanSpec, block_tables: Any) -> None:
         """Compare the tables with the lengths that are in the buffer now; recorded into the graph when recording."""
         max_tokens = min(spec.max_context_tokens, block_tables.shape[1] * spec.page_size)

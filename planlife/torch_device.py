@@ -34,6 +34,8 @@ class TorchDevice:
         self.name = str(device)
         self._device = device
         self.is_disturbed: Callable[[], bool] = ambient.is_disturbed
+        self.undisturbed: Callable[[], AbstractContextManager[None]] = ambient.undisturbed
+        self.as_called: Callable[[], AbstractContextManager[None]] = ambient.as_called
 
     def dtype(self, name: str) -> torch.dtype:
         """The torch dtype of that name."""
@@ -41,14 +43,6 @@ class TorchDevice:
         if not isinstance(dtype, torch.dtype):
             raise ConfigError(f"dtype {name!r} is not one of torch's.")
         return dtype
-
-    def undisturbed(self) -> AbstractContextManager[None]:
-        """In the body no function mode of the caller's, such as a default device, sees this thread's tensors."""
-        return ambient.undisturbed()
-
-    def as_called(self) -> AbstractContextManager[None]:
-        """In the body of an `undisturbed` one the caller's modes are there again."""
-        return ambient.as_called()
 
     def fill(self, tensor: torch.Tensor, value: float) -> None:
         """Write one number into all of `tensor`. Capture: yes. Syncs: no. Allocates: no."""

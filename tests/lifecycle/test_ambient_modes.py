@@ -281,3 +281,81 @@ def test_a_mode_of_the_callers_changes_no_result(mode: str, part: str) -> None:
             assert torch.equal(tensor.nan_to_num(7.0), wanted[name].nan_to_num(7.0)), name
         else:
             torch.testing.assert_close(tensor, wanted[name], rtol=2e-2, atol=1e-3, equal_nan=True)
+
+
+def test_a_mode_of_the_callers_is_asked_nothing_by_a_step() -> None:
+    """Under a default device each attribute of a tensor costs ten times what it costs without."""
+    ambient = Ambient(nullcontext)
+    world, manager = ambient.world, ambient.manager
+    step, call = world.step(), ambient.call(4)
+    world.decode(manager.plan_for(step), **call)
+    with manager.graph() as g:
+        world.decode(manager.plan_for(step), **call)
+    skipped, refreshed = world.step(owner=step.owner), world.step()
+    other_layer = ambient.call(4)
+    with Counting() as counting:
+        plan = manager.plan_for(skipped)
+        world.decode(plan, **call)
+        world.decode(plan, **other_layer)
+        world.decode(manager.plan_for(refreshed), **call)
+        manager.guard(g, refreshed)
+        manager.replay(g, refreshed)
+        assert counting.asked == []
+        assert world.lens.shape[0] == 4 and len(counting.asked) == 1  # control
+    counters = world.counters()
+    assert counters["refreshes_skipped"] >= 1 and counters["refreshes"] >= 2
+    manager.release(g)
+
+
+@pytest.mark.parametrize("how", ["fallback", "off"])
+def test_a_fallback_and_a_hook_of_the_users_run_in_the_callers_modes(how: str) -> None:
+    seen: dict[str, torch.device] = {}
+
+    def fallback(output: torch.Tensor, query: torch.Tensor, *rest: Any, **keywords: Any) -> torch.Tensor:
+        seen["fallback"] = torch.zeros(1).device
+        seen["autocast"] = torch.is_autocast_enabled(world.DEVICE)  # type: ignore[assignment]
+        return output.copy_(query)
+
+    engine = World(fallback=fallback, enabled=how == "fallback")
+    engine.manager.add_hook(lambda event: seen.setdefault(event.kind, torch.zeros(1).device))
+    with default_device("meta"), autocast(torch.bfloat16):
+        engine.decode(engine.manager.plan_for(engine.step()))
+        assert torch.zeros(1).device.type == "meta"
+    wanted = {"fallback": torch.device("meta"), "autocast": True}
+    assert seen == wanted  # the event of falling back has the same name as the fallback
+    assert torch.equal(engine.output, engine.query)
+
+
+def test_the_casts_of_autocast_are_recorded_and_a_replay_casts_nothing_else() -> None:
+    """The caller's ops of a capture; and a replay is what was recorded, whatever is set when it is launched."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(4, 4, generator=generator).to(world.DEVICE) for _ in range(2))
+    with autocast(torch.bfloat16):
+        wanted = x @ weight
+    exact = x @ weight
+    assert wanted.dtype is torch.bfloat16
+    manager = World().manager
+    with autocast(torch.bfloat16), manager.graph() as g:
+        cast = x @ weight
+    with manager.graph() as plain_graph:
+        uncast = x @ weight
+    assert cast.dtype is torch.bfloat16 and uncast.dtype is torch.float32
+    for mode in (nullcontext, partial(autocast, torch.float16), partial(default_device, "meta"), Refusing, Passing):
+        cast.zero_()
+        uncast.zero_()
+        with mode():
+            g.replay()
+            plain_graph.replay()
+        assert torch.equal(cast, wanted) and torch.equal(uncast, exact)
+
+
+def test_meta_tensors_of_a_default_device_are_no_part_of_a_capture() -> None:
+    x = torch.ones(3, device=world.DEVICE)
+    manager = World().manager
+    with default_device("meta"), manager.graph() as g:
+        shape_only = torch.zeros(3) + torch.tensor([1.0, 2.0, 3.0])
+        y = x * 2 + torch.ones(3, device=world.DEVICE)
+    assert shape_only.device.type == "meta"
+    x.fill_(5)
+    g.replay()
+    assert y.tolist() == [11.0] * 3
