@@ -37,13 +37,15 @@ def as_called() -> AbstractContextManager[None]:
 
 
 def plain(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Run `function` as if the caller had set nothing: no function modes, no autocast.
+    """Run `function` as if the caller had set neither function modes nor autocast.
 
     Default device and default dtype are for `function` to name: whatever it creates, it creates with both.
     """
 
     @wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not (is_disturbed() or torch._C._is_any_autocast_enabled()):
+            return function(*args, **kwargs)
         with undisturbed(), torch._C._DisableAutocast():
             return function(*args, **kwargs)
 

@@ -93,8 +93,8 @@ def measure_host(*, num_batches: int = 51, calls_per_batch: int = 2000) -> list[
             ),
             *_time(
                 "plan_for, refreshing",
-                "a step without an owner, which always refreshes: looks at the lengths, takes the plan's lock, and calls "
-                "a planner that does nothing.",
+                "a step without an owner, which always refreshes: looks at the lengths, takes the plan's lock, and "
+                "calls a planner that does nothing.",
                 refreshing.plan_for,
                 [(nobodys_step,)],
                 num_batches,
@@ -149,7 +149,7 @@ def measure_host(*, num_batches: int = 51, calls_per_batch: int = 2000) -> list[
     return figures
 
 
-def _layer_tensors(spec: PlanSpec) -> tuple[torch.Tensor, ...]:
+def _layer_tensors(spec: PlanSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output, query, key cache and value cache of one layer."""
     options: Any = {"dtype": torch.bfloat16, "device": "cpu"}
     query = torch.zeros(_ROWS, spec.num_q_heads, spec.head_dim, **options)

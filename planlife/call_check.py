@@ -130,7 +130,7 @@ class CallChecker:
         if sinks is not None:
             self._check_sinks(sinks)
         if lse is not None:
-            self.check_lse(lse, query.shape[0])
+            self.check_lse(lse, query)
 
     def _look_alike(self, shape: object, device: object, output: Any, query: Any) -> bool:
         """Whether query and output have the attributes that passed in full."""
@@ -310,10 +310,10 @@ class CallChecker:
             raise self._refuse(f"{what}'s stride over tokens", scale.stride()[2], "1 (a contiguous token axis)")
 
     @undisturbed
-    def check_lse(self, lse: Any, num_query_rows: int) -> None:
-        """Refuse what cannot take the log-sum-exps of that many query rows. Raises ConfigError."""
+    def check_lse(self, lse: Any, query: Any) -> None:
+        """Refuse what cannot take the log-sum-exps of that query's rows, or output's. Raises ConfigError."""
         self._check_placed("lse", lse, "float32")
-        wanted = (num_query_rows, self.spec.num_q_heads)
+        wanted = (query.shape[0], self.spec.num_q_heads)
         if tuple(lse.shape) != wanted:
             raise self._refuse("lse's shape", list(lse.shape), f"{list(wanted)}, one per query row and query head")
         if not lse.is_contiguous():

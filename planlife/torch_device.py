@@ -100,8 +100,6 @@ class CpuDevice(TorchDevice):
         self.num_compute_units = check_int("num_compute_units", num_compute_units, at_least=1)
         #: Id of the capture that this thread records, 0 when it records none.
         self.capture_id: Callable[[], int] = current_capture_id
-        #: 0, the only one: whatever is launched on a CPU is done by the time the call returns.
-        self.current_stream: Callable[[], int] = int
 
     @ambient.plain
     def allocate(self, num_bytes: int) -> torch.Tensor:
@@ -127,6 +125,10 @@ class CpuDevice(TorchDevice):
 
     def free(self, buffer: torch.Tensor, stream: int) -> None:
         """Nothing to do: a CPU has no queued work, and the block goes with its last reference."""
+
+    def current_stream(self) -> int:
+        """The only one: whatever is launched on a CPU is done by the time the call returns."""
+        return 0
 
     def order_after(self, stream: int) -> None:
         """Nothing to do."""

@@ -43,8 +43,7 @@ def test_the_bench_decodes_as_often_as_it_says_and_refreshes_once(monkeypatch):
         monkeypatch.setattr(bench._IdleBackend, name, counted)
     bench.measure_host(num_batches=3, calls_per_batch=20)
     batches = 2 * 3  # without and with a default device
-    # One layer, then two in turn, and one into the graph; what refreshes, a tenth as often, then what skips, and what is
-    # in the graph.
+    # One layer, then two in turn, and one into the graph; what refreshes, a tenth as often, what skips, and the graph.
     assert calls == {"decode": batches * 20 * (1 + 2) + 1, "refresh": batches * 2 + 1 + 1}
 
 

@@ -262,6 +262,7 @@ class AiterBackend:
     def _scales_of(self, spec: PlanSpec) -> tuple[float, ...]:
         return self._softmax_scales or (default_softmax_scale(spec),)
 
+    @plain
     def refresh(self, tables: AiterPlan, context_lens: torch.Tensor | None, num_rows: int) -> None:
         # Always staged: alignment and batch are compile keys of the planner.
         if context_lens is None:
@@ -289,6 +290,7 @@ class AiterBackend:
             plan=plan,
         )
 
+    @plain
     def check_call(
         self,
         spec: PlanSpec,
@@ -316,6 +318,7 @@ class AiterBackend:
                 "the engine's whole table, or a contiguous copy."
             )
 
+    @plain
     def decode(
         self,
         tables: AiterPlan,
@@ -371,6 +374,7 @@ class AiterBackend:
         if behind is not None:
             overwrite(behind, 0.0)
 
+    @plain
     def sanitize(
         self, tables: AiterPlan, context_lens: torch.Tensor, num_rows: int, flags: torch.Tensor, max_tokens: int
     ) -> None:

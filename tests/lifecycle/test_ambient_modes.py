@@ -1,4 +1,4 @@
-"""What a caller has set torch to changes nothing: default device and dtype, autocast, function modes, inference mode."""
+"""What a caller has set torch to changes nothing: default device and dtype, autocast, modes of torch."""
 
 from __future__ import annotations
 
@@ -102,6 +102,9 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "refusing function mode": Refusing,
     "dispatch mode": Passing,
 }
+
+#: Those that other backends are tried in too.
+TELLING_MODES = ("default device meta", "default dtype float64", "autocast to bfloat16", "refusing function mode")
 
 Mode = Callable[[], AbstractContextManager[Any]]
 
