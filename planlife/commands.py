@@ -372,7 +372,7 @@ def host(num_batches: int, calls_per_batch: int) -> None:
 
     table = Table(caption_justify="left")
     table.add_column("call", no_wrap=True)
-    table.add_column("default device")
+    table.add_column("device set")
     for heading in ("median us", "min us", "max us", "empty call us", "ratio"):
         table.add_column(heading, justify="right")
     figures = measure_host(num_batches=num_batches, calls_per_batch=calls_per_batch)
@@ -395,7 +395,7 @@ def host(num_batches: int, calls_per_batch: int) -> None:
         f"Per call, over {num_batches} batches of {calls_per_batch} calls, or a tenth as many of those that take long, "
         "without gc. Empty call: "
         "a method that does nothing with as many arguments, timed in turn with the call; its median. "
-        "Ratio: of the two medians. Default device: under torch.set_default_device or with torch.device, where torch "
+        "Ratio: of the two medians. Device set: under torch.set_default_device or with torch.device, where torch "
         "runs Python code for each tensor that Python reads."
     )
 
