@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from timeit import Timer
 from typing import Any
@@ -21,11 +22,13 @@ _ROWS = 8
 class HostFigure:
     """The host time of one call. Times are microseconds per call of a batch; `yardstick_us` is a median.
 
-    The yardstick is an empty method with as many arguments, timed batch by batch in turn with the call.
+    has_default_device: it was called under one, as engines set it: torch then runs Python code for each read of a
+    tensor. The yardstick is an empty method with as many arguments, timed batch by batch in turn with the call.
     """
 
     call: str
     included: str
+    has_default_device: bool
     batches_us: tuple[float, ...]
     yardstick_us: float
 
@@ -48,16 +51,20 @@ class HostFigure:
 
 
 def measure_host(*, num_batches: int = 51, calls_per_batch: int = 2000) -> list[HostFigure]:
-    """Time plan_for on a skip, pa_decode without a kernel, and plan_for of a manager that is off.
+    """Time plan_for, pa_decode, guard and replay without a kernel, and plan_for of a manager that is off.
+
+    Each without and with a default device.
 
     Raises ConfigError. Capture: no. Syncs: no. Allocates: a few KiB on the host.
     """
     check_int("num_batches", num_batches, at_least=1)
     check_int("calls_per_batch", calls_per_batch, at_least=1)
+    fewer_calls = max(calls_per_batch // 10, 1)  # of what takes ten times as long
     spec = PlanSpec(num_q_heads=8, num_kv_heads=1, head_dim=64, page_size=16, max_context_tokens=1024)
     ladder = CapacityLadder([_ROWS])
-    step = Step(torch.full((_ROWS,), 100, dtype=torch.int32), owner=_Owner())
-    block_tables = torch.zeros(_ROWS, 7, dtype=torch.int32)
+    step = Step(torch.full((_ROWS,), 100, dtype=torch.int32, device="cpu"), owner=_Owner())
+    nobodys_step = Step(step.context_lens)
+    block_tables = torch.zeros(_ROWS, 7, dtype=torch.int32, device="cpu")
     layers = [(*_layer_tensors(spec), block_tables, 0.125) for _ in range(2)]
 
     def idle_fallback(output: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -65,13 +72,17 @@ def measure_host(*, num_batches: int = 51, calls_per_batch: int = 2000) -> list[
 
     with (
         PlanManager(spec, ladder=ladder, device="cpu", backend=_IdleBackend()) as manager,
+        PlanManager(spec, ladder=ladder, device="cpu", backend=_IdleBackend()) as refreshing,
         PlanManager(spec, ladder=ladder, device="cpu", enabled=False, fallback=idle_fallback) as off,
     ):
-        with manager.capture_phase():
-            manager.warm()
+        for one in (manager, refreshing):
+            with one.capture_phase():
+                one.warm()
         plan = manager.plan_for(step)
+        with refreshing.graph() as graph:
+            refreshing.pa_decode(refreshing.plan_for(step), *layers[0])
         figures = [
-            _time(
+            *_time(
                 "plan_for, skipped",
                 "finds the last plan, compares step, owner and version of the lengths with the mark, and skips "
                 "the refresh; making the Step is not included.",
@@ -80,7 +91,16 @@ def measure_host(*, num_batches: int = 51, calls_per_batch: int = 2000) -> list[
                 num_batches,
                 calls_per_batch,
             ),
-            _time(
+            *_time(
+                "plan_for, refreshing",
+                "a step without an owner, which always refreshes: looks at the lengths, takes the plan's lock, and "
+                "calls a planner that does nothing.",
+                refreshing.plan_for,
+                [(nobodys_step,)],
+                num_batches,
+                fewer_calls,
+            ),
+            *_time(
                 "pa_decode, bookkeeping",
                 "one layer again and again: takes the plan's lock, compares the mark and calls a backend that does "
                 "nothing; no refresh, no launch; the input checks know these tensors already.",
@@ -89,7 +109,7 @@ def measure_host(*, num_batches: int = 51, calls_per_batch: int = 2000) -> list[
                 num_batches,
                 calls_per_batch,
             ),
-            _time(
+            *_time(
                 "pa_decode, new tensors",
                 "the same for two layers in turn, each with its own query, output and caches, which the input checks "
                 "look at anew in every call.",
@@ -98,7 +118,23 @@ def measure_host(*, num_batches: int = 51, calls_per_batch: int = 2000) -> list[
                 num_batches,
                 calls_per_batch,
             ),
-            _time(
+            *_time(
+                "guard",
+                "of a graph with one plan, which it refreshes itself.",
+                refreshing.guard,
+                [(graph, step)],
+                num_batches,
+                fewer_calls,
+            ),
+            *_time(
+                "replay",
+                "the same graph, which is empty: no kernel is launched.",
+                refreshing.replay,
+                [(graph, step)],
+                num_batches,
+                fewer_calls,
+            ),
+            *_time(
                 "plan_for, off",
                 "enabled=False: answers the fallback route; its kernel is not included.",
                 off.plan_for,
@@ -113,10 +149,11 @@ def measure_host(*, num_batches: int = 51, calls_per_batch: int = 2000) -> list[
     return figures
 
 
-def _layer_tensors(spec: PlanSpec) -> tuple[torch.Tensor, ...]:
+def _layer_tensors(spec: PlanSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output, query, key cache and value cache of one layer."""
-    query = torch.zeros(_ROWS, spec.num_q_heads, spec.head_dim, dtype=torch.bfloat16)
-    cache = torch.zeros(8, spec.page_size, spec.num_kv_heads, spec.head_dim, dtype=torch.bfloat16)
+    options: Any = {"dtype": torch.bfloat16, "device": "cpu"}
+    query = torch.zeros(_ROWS, spec.num_q_heads, spec.head_dim, **options)
+    cache = torch.zeros(8, spec.page_size, spec.num_kv_heads, spec.head_dim, **options)
     return torch.zeros_like(query), query, cache, torch.zeros_like(cache)
 
 
@@ -127,8 +164,9 @@ def _time(
     argument_sets: Sequence[tuple[object, ...]],
     num_batches: int,
     calls_per_batch: int,
-) -> HostFigure:
-    """Time `function` over the argument sets in turn; `calls_per_batch` calls with each."""
+) -> tuple[HostFigure, HostFigure]:
+    """Time `function` over the argument sets in turn, without and with a default device; `calls_per_batch` calls with
+    each."""
     num_arguments = len(argument_sets[0])
     names = {f"a{i}_{j}": value for i, values in enumerate(argument_sets) for j, value in enumerate(values)}
     statement = "; ".join(
@@ -136,11 +174,25 @@ def _time(
     )
     timer = Timer(statement, globals={"function": function, **names})
     yardstick = Timer(statement, globals={"function": _Empty().methods[num_arguments], **names})
-    samples_us: tuple[list[float], list[float]] = ([], [])
+    samples_us: dict[tuple[Timer, bool], list[float]] = {}
     for _ in range(num_batches):
-        for samples, one in zip(samples_us, (timer, yardstick), strict=True):
-            samples.append(one.timeit(calls_per_batch) / (calls_per_batch * len(argument_sets)) * 1e6)
-    return HostFigure(call, included, tuple(samples_us[0]), statistics.median(samples_us[1]))
+        for has_default_device, mode in ((False, nullcontext()), (True, torch.device("cpu"))):
+            for one in (timer, yardstick):
+                with mode:
+                    batch_s = one.timeit(calls_per_batch)
+                batch_us = batch_s / (calls_per_batch * len(argument_sets)) * 1e6
+                samples_us.setdefault((one, has_default_device), []).append(batch_us)
+    without, under = (
+        HostFigure(
+            call,
+            included,
+            has_default_device,
+            tuple(samples_us[timer, has_default_device]),
+            statistics.median(samples_us[yardstick, has_default_device]),
+        )
+        for has_default_device in (False, True)
+    )
+    return without, under
 
 
 class _Owner:
@@ -151,9 +203,11 @@ class _Empty:
     """Methods that do nothing, by their number of arguments."""
 
     def __init__(self) -> None:
-        self.methods = {1: self.one, 7: self.seven}
+        self.methods = {1: self.one, 2: self.two, 7: self.seven}
 
     def one(self, a: Any) -> None: ...
+
+    def two(self, a: Any, b: Any) -> None: ...
 
     def seven(self, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any) -> None: ...
 

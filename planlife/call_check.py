@@ -8,7 +8,7 @@ from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
-from .device import Device
+from .device import Device, undisturbed
 from .errors import ConfigError, is_tensor, shown
 from .spec import BYTE_DTYPES, DTYPE_BYTES, FP8_DTYPES, QUERY_DTYPES, PlanSpec, dtype_name, window_tokens
 from .unserved import MLA, NON_UNIFORM, Unserved
@@ -38,6 +38,7 @@ class CallChecker:
         "_cache_attributes",
         "_caches",
         "_device",
+        "_is_disturbed",
         "_is_per_token",
         "_q_dtype",
         "_queries",
@@ -53,6 +54,7 @@ class CallChecker:
         self.site = site
         self.spec = spec
         self._device = device
+        self._is_disturbed = device.is_disturbed
         self._is_per_token = spec.scales == "per_token"
         self._q_dtype = device.dtype(spec.q_dtype)
         #: Shape after the pages, of K and of each form that V may have.
@@ -105,14 +107,9 @@ class CallChecker:
                 # A reference that died gives None, which must not pass for a tensor that was remembered.
                 (query_ref() is query is not None and output_ref() is output is not None)
                 or (
-                    getattr(query, "shape", None) == shape
-                    and getattr(output, "shape", None) == shape
-                    and query.dtype is self._q_dtype
-                    and output.dtype is self._q_dtype
-                    and query.device == device
-                    and output.device == device
-                    and (query.is_contiguous() or query.stride()[-1] == 1)
-                    and (output.is_contiguous() or (output.stride()[-1] == 1 and 0 not in output.stride()))
+                    self._are_like(shape, device, output, query)
+                    if self._is_disturbed()
+                    else self._look_alike(shape, device, output, query)
                 )
             )
         ):
@@ -143,7 +140,24 @@ class CallChecker:
         if sinks is not None:
             self._check_sinks(sinks)
         if lse is not None:
-            self.check_lse(lse, query.shape[0])
+            self.check_lse(lse, query)
+
+    def _look_alike(self, shape: object, device: object, output: Any, query: Any) -> bool:
+        """Whether query and output have the attributes that passed in full."""
+        return (
+            getattr(query, "shape", None) == shape
+            and getattr(output, "shape", None) == shape
+            and query.dtype is self._q_dtype
+            and output.dtype is self._q_dtype
+            and query.device == device
+            and output.device == device
+            and (query.is_contiguous() or query.stride()[-1] == 1)
+            and (output.is_contiguous() or (output.stride()[-1] == 1 and 0 not in output.stride()))
+        )
+
+    @undisturbed
+    def _are_like(self, *looks: Any) -> bool:
+        return self._look_alike(*looks)
 
     def check_output(self, output: Any) -> None:
         """Refuse what cannot be the output of a dummy step, of any row count. Raises ConfigError."""
@@ -182,6 +196,7 @@ class CallChecker:
         if tensor.stride()[-1] != 1:
             raise self._refuse(f"{what}'s last stride", tensor.stride()[-1], "1 (a contiguous last axis)")
 
+    @undisturbed
     def _check_queries(self, plan_rows: int, class_rows: int, output: Any, query: Any) -> None:
         spec = self.spec
         for what, tensor in (("query", query), ("output", output)):
@@ -212,6 +227,7 @@ class CallChecker:
             raise self._refuse("output's strides", list(output.stride()), "memory of its own for each number")
         self._queries = (weakref.ref(query), weakref.ref(output), rows, query.shape, query.device)
 
+    @undisturbed
     def _remember_caches(self, key_cache: Any, value_cache: Any) -> tuple[_Ref, _Ref, _Ref, _Ref]:
         attributes = _attributes(key_cache), _attributes(value_cache)
         if attributes != self._cache_attributes:
@@ -254,6 +270,7 @@ class CallChecker:
             at_most = "at most " if may_be_fewer else ""
             raise self._refuse("value_cache's page count", num_value_pages, f"{at_most}key_cache's, {num_pages}")
 
+    @undisturbed
     def _check_tables(self, plan_rows: int, block_tables: Any, max_tokens: int | None) -> None:
         self._check_placed("block_tables", block_tables, "int32")
         shape = tuple(block_tables.shape)
@@ -284,6 +301,7 @@ class CallChecker:
         if not (math.isfinite(number) and number > 0):
             raise self._refuse(what, value, "finite and > 0")
 
+    @undisturbed
     def _remember_scales(
         self, caches: tuple[_Ref, _Ref, _Ref, _Ref], key_cache: Any, key_scale: Any, value_scale: Any
     ) -> None:
@@ -322,15 +340,17 @@ class CallChecker:
         if scale.stride()[2] != 1 and self.spec.page_size > 1:
             raise self._refuse(f"{what}'s stride over tokens", scale.stride()[2], "1 (a contiguous token axis)")
 
-    def check_lse(self, lse: Any, num_query_rows: int) -> None:
-        """Refuse what cannot take the log-sum-exps of that many query rows. Raises ConfigError."""
+    @undisturbed
+    def check_lse(self, lse: Any, query: Any) -> None:
+        """Refuse what cannot take the log-sum-exps of that query's rows, or output's. Raises ConfigError."""
         self._check_placed("lse", lse, "float32")
-        wanted = (num_query_rows, self.spec.num_q_heads)
+        wanted = (query.shape[0], self.spec.num_q_heads)
         if tuple(lse.shape) != wanted:
             raise self._refuse("lse's shape", list(lse.shape), f"{list(wanted)}, one per query row and query head")
         if not lse.is_contiguous():
             raise self._refuse("lse's contiguity", False, "True: backends write it as one block")
 
+    @undisturbed
     def _check_sinks(self, sinks: Any) -> None:
         if not is_tensor(sinks) or tuple(sinks.shape) != (self.spec.num_q_heads,):
             found = list(sinks.shape) if is_tensor(sinks) else shown(sinks)

@@ -371,13 +371,15 @@ def host(num_batches: int, calls_per_batch: int) -> None:
     from .bench import measure_host
 
     table = Table(caption_justify="left")
-    table.add_column("call")
+    table.add_column("call", no_wrap=True)
+    table.add_column("device set")
     for heading in ("median us", "min us", "max us", "empty call us", "ratio"):
         table.add_column(heading, justify="right")
     figures = measure_host(num_batches=num_batches, calls_per_batch=calls_per_batch)
     for figure in figures:
         table.add_row(
             figure.call,
+            "yes" if figure.has_default_device else "no",
             f"{figure.median_us:.3f}",
             f"{figure.min_us:.3f}",
             f"{figure.max_us:.3f}",
@@ -387,11 +389,14 @@ def host(num_batches: int, calls_per_batch: int) -> None:
     console = Console(markup=False, highlight=False)
     console.print(table)
     for figure in figures:
-        console.print(f"{figure.call}: {figure.included}")
+        if not figure.has_default_device:
+            console.print(f"{figure.call}: {figure.included}")
     console.print(
-        f"Per call, over {num_batches} batches of {calls_per_batch} calls, without gc. Empty call: "
+        f"Per call, over {num_batches} batches of {calls_per_batch} calls, or a tenth as many of those that take long, "
+        "without gc. Empty call: "
         "a method that does nothing with as many arguments, timed in turn with the call; its median. "
-        "Ratio: of the two medians."
+        "Ratio: of the two medians. Device set: under torch.set_default_device or with torch.device, where torch "
+        "runs Python code for each tensor that Python reads."
     )
 
 

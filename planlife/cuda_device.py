@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from .ambient import plain
 from .cuda_runtime import Runtime, Word, load_runtime, new_word, use_again
 from .errors import BackendUnavailableError, ConfigError, MintError, RouteError
 from .torch_device import TorchDevice
@@ -86,7 +87,7 @@ class _FlagReader:
 
     def __init__(self, flags: torch.Tensor) -> None:
         self.lock = threading.Lock()
-        self.copied = torch.zeros(flags.shape, dtype=flags.dtype, pin_memory=True)
+        self.copied = torch.zeros(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=True)
         self.told = [0] * flags.numel()
         self.event: torch.cuda.Event | None = None  #: behind the copy that is under way
 
@@ -103,6 +104,7 @@ class CudaDevice(TorchDevice):
 
     current_stream: Callable[[], int]  # a C function: pa_decode asks it in every layer
 
+    @plain
     def __init__(self, device: str | torch.device | None = None, *, runtime: Runtime | None = None) -> None:
         """runtime: the library of torch's own version, if None. Raises BackendUnavailableError, ConfigError."""
         index = _index_of(device)
@@ -150,6 +152,7 @@ class CudaDevice(TorchDevice):
         with self._runtime.relaxed(), torch.cuda.stream(stream):
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
+    @plain
     def free(self, buffer: torch.Tensor, stream: int) -> None:
         """The block is torch's to reuse once `stream` has done what it was given so far."""
         buffer.record_stream(self._stream(stream))
@@ -329,6 +332,7 @@ class CudaDevice(TorchDevice):
         """Launch `graph` on the current stream."""
         graph.replay()
 
+    @plain
     def zeros_flags(self, num_words: int) -> torch.Tensor:
         """int64[num_words] zeros. Raises MintError while this thread's stream records."""
         buffer = self.allocate(num_words * 8)
@@ -339,6 +343,7 @@ class CudaDevice(TorchDevice):
             self._flag_readers[flags.data_ptr()] = _FlagReader(flags)
         return flags
 
+    @plain
     def read_flags(self, flags: torch.Tensor) -> Sequence[int]:
         """What was added since it was told last, as far as an earlier call's copy has arrived; begins another copy.
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, cast
+from functools import wraps
+from typing import Any, Protocol, TypeVar, cast
 
 from .errors import ConfigError
 
 Buffer = Any  #: what `Device.allocate` returns: one block of bytes at a fixed address
 Graph = Any  #: a CUDA graph, or an emulated one
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _SMALL_STEP_BYTES = 512
 _LARGE_STEP_BYTES = 2 << 20
@@ -92,6 +95,18 @@ class Device(Protocol):
         """Process-unique id of the capture that this thread's current stream is in, 0 when it is not recording."""
         ...
 
+    def is_disturbed(self) -> bool:
+        """Whether some mode of the caller's runs Python code whenever this thread reads a tensor. Every call asks."""
+        ...
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """In the body no such mode sees what this thread does with tensors."""
+        ...
+
+    def as_called(self) -> AbstractContextManager[None]:
+        """In the body of an `undisturbed` one the caller's modes are there again, for code that is the caller's."""
+        ...
+
     def release_queue(self) -> GoneCaptures:
         """A queue of one manager for `watch_capture`."""
         ...
@@ -148,6 +163,19 @@ class Device(Protocol):
         A GPU tells a little later: the call after the one that the device has caught up with.
         """
         ...
+
+
+def undisturbed(method: _Method) -> _Method:
+    """A method that reads tensors, which no mode of the caller's sees. Of an object with _device and _is_disturbed."""
+
+    @wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_disturbed():
+            return method(self, *args, **kwargs)
+        with self._device.undisturbed():
+            return method(self, *args, **kwargs)
+
+    return cast(_Method, run)
 
 
 def require_members(what: str, thing: object, protocol: type) -> None:

@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .ambient import OwnMode, plain
 from .identity import Singular
 
 aten = torch.ops.aten
@@ -173,7 +173,7 @@ def launch(
     """
     recorder = _thread.recorder() if _num_recording else None
     if recorder is None or not recorder.record_launch(fn, args, (*reads, *writes)):
-        fn(*args)
+        plain(fn)(*args)
 
 
 @contextmanager
@@ -436,7 +436,7 @@ class _Program:
     def __init__(self) -> None:
         self.ops: list[_Op] = []
         self._storages: list[torch.UntypedStorage | _OutsideStorage] = []
-        #: Address of the C++ storage object -> slot. Owned or weakly held, it is not reused while it is here.
+        #: Address of the C storage object -> slot. Owned or weakly held, it is not reused while it is here.
         self._slots: dict[int, int] = {}
 
     def own(self, storage: torch.UntypedStorage) -> None:
@@ -454,6 +454,7 @@ class _Program:
             self._storages.append(_OutsideStorage(storage, op_name))
         return _TensorRef(tensor, slot)
 
+    @plain
     def run(self) -> None:
         # All of them before the first op: a replay that cannot run changes nothing, and none goes half-way.
         storages = [s.require() if isinstance(s, _OutsideStorage) else s for s in self._storages]
@@ -461,8 +462,8 @@ class _Program:
         def bind(value: Any) -> Any:
             return value.bind(self, storages) if isinstance(value, _TensorRef) else value
 
-        # A replayed kernel knows nothing of autograd.
-        with torch.inference_mode():
+        # A replayed kernel knows nothing of autograd, nor of who looks at the caller's ops.
+        with torch._C._DisableTorchDispatch(), torch.inference_mode():
             for op in self.ops:
                 result = op.call(*_map(bind, op.args), **_map(bind, op.kwargs))
                 if op.results:
@@ -513,14 +514,16 @@ class _Recorder:
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tap: _OpTap) -> Any:
         """Record one op, seen by `tap`. The lock is held."""
         self._check_valid()
-        why = _why_refused(func, args, kwargs)
-        if why is not None:
-            self.refuse(str(func), why)
-        # In inference mode composite ops arrive whole. Their parts tell what aliases and what reads the host.
-        if func._can_decompose():
-            with tap:
-                return func.decompose(*args, **kwargs)
         with torch._C.DisableTorchFunction():
+            if _is_without_memory(args, kwargs):
+                return func(*args, **kwargs)
+            why = _why_refused(func, args, kwargs)
+            if why is not None:
+                self.refuse(str(func), why)
+            # In inference mode composite ops arrive whole. Their parts tell what aliases and what reads the host.
+            if func._can_decompose():
+                with tap:
+                    return func.decompose(*args, **kwargs)
             return self._record(func, args, kwargs)
 
     def _check_valid(self) -> None:
@@ -589,7 +592,7 @@ class _OpTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-class _HostReadGuard(TorchFunctionMode):
+class _HostReadGuard(OwnMode):
     """Refuses the host reads that never reach the dispatcher."""
 
     def __torch_function__(
@@ -665,6 +668,15 @@ class _Shadow:
             tensor = _view(storage, shadow.dtype, shadow.storage_offset(), shadow.size(), shadow.stride())
         _set_lazy_bits(tensor, shadow.is_conj(), shadow.is_neg())
         return tensor, key in self._born
+
+
+def _is_without_memory(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an op is about meta tensors, which launches nothing: a default device may make some of a caller's."""
+    device = kwargs.get("device")
+    if device is not None:
+        return torch.device(device).type == "meta"
+    leaves = (*_leaves(args), *kwargs.values())
+    return any(isinstance(leaf, torch.Tensor) and leaf.device.type == "meta" for leaf in leaves)
 
 
 def _why_refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -34,7 +34,9 @@ class Event:
 class Announcer:
     """Collects events while the manager works and hands them to the hooks when it holds no lock."""
 
-    def __init__(self) -> None:
+    def __init__(self, as_called: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """as_called: what a hook runs in, which is the caller's code (`Device.as_called`)."""
+        self._as_called = as_called
         self.waiting: deque[Event] = deque()
         self._hooks: list[_Hook] = []
 
@@ -67,7 +69,8 @@ class Announcer:
                 return
             for hook in tuple(self._hooks):
                 try:
-                    hook(event)
+                    with self._as_called():
+                        hook(event)
                 except Exception:
                     logger.exception("a planlife hook raised on %s of %s", event.kind, event.subject)
 

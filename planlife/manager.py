@@ -21,7 +21,7 @@ from .configuration import (
     settle_specs,
     takes_lse,
 )
-from .device import Device, Graph
+from .device import Device, Graph, undisturbed
 from .errors import (
     BudgetTooSmallError,
     ClosedError,
@@ -113,7 +113,7 @@ class PlanManager(Singular):
         #: What plans are made by; a site that asks for a step, or falls back, sees its spec as it was given.
         self._settled = settle_specs(specs, self._backend, self._device, refused if enabled else specs)
         self._sizing = Sizing(self._settled, ladders, self._backend, ubatches, self._device.num_compute_units, refused)
-        self._announcer = Announcer()
+        self._announcer = Announcer(self._device.as_called)
         self._events = self._announcer.waiting
         self._counters = Counters()
         self._residency = Residency(
@@ -137,6 +137,7 @@ class PlanManager(Singular):
         self._check_call = call_check_of(self._backend)
         self._capture_id = self._device.capture_id
         self._current_stream = self._device.current_stream
+        self._is_disturbed = self._device.is_disturbed
         self._flags = self._device.zeros_flags(NUM_FLAGS) if sanitize != "off" and enabled else None
         self._graphs = GraphBook(
             self._device,
@@ -238,7 +239,7 @@ class PlanManager(Singular):
         def make_pair(buffer: Any) -> Pair:
             flavours = []
             offset = 0
-            for _ in Pair._fields:
+            for _ in Pair.__slots__:
                 views: list[list[Segment]] = [[] for _ in specs]
                 first_row = 0
                 for rows in sizing.segment_rows(class_rows):
@@ -281,6 +282,7 @@ class PlanManager(Singular):
                     self._announcer.note("seal", self._device.name)
             self._drain()
 
+    @undisturbed
     def warm(self, rows: int | Iterable[int] | None = None) -> None:
         """Mint every class (or those of these row counts) of every site and ubatch, largest first.
 
@@ -342,9 +344,9 @@ class PlanManager(Singular):
         if self._released:
             self._drain()
         try:
-            answers = self._answers.get(step.key)
-        except AttributeError:
-            answers = None  # no Step: refused by its type
+            answers = self._answers[step.key]
+        except (AttributeError, KeyError):
+            answers = None  # no Step, or of no site here: refused below
         if answers is not None:
             last = answers.last
             if last is not None and not step.dummy:
@@ -360,11 +362,18 @@ class PlanManager(Singular):
                             and (capture_id or mark.epoch == self._epoch)
                             and last.max_tokens == step.max_tokens
                             and mark.is_owned_by(step.owner)
-                            and (mark.version is None or mark.version == lens._version)
+                            and (
+                                mark.version is None
+                                or mark.version == (self._version_of(lens) if self._is_disturbed() else lens._version)
+                            )
                         ):
                             answers.num_skipped += 1
                             return last
         return self._plan_for(step)
+
+    def _version_of(self, lens: Any) -> Any:
+        with self._device.undisturbed():
+            return lens._version
 
     def _plan_off(self, step: Step) -> StepPlan | OffPlan:
         try:
@@ -401,8 +410,8 @@ class PlanManager(Singular):
         device, R from the plan's rows to its class; rows beyond the plan's give exact zeros. key_cache, value_cache:
         as the site's kv_layout says. block_tables: int32[>= rows, max_pages]; entries of empty rows and past a row's
         pages may be anything. softmax_scale: finite, positive. key_scale, value_scale: FP8 caches only, both
-        None is 1.0 where there is one per tensor; a number, float32[1] or [], or per_token float32[pages, num_kv_heads, page_size] or [..., 1], which may hold
-        anything where no row's token is. sinks: float[num_q_heads], a logit per head that every query token sees, with
+        None is 1.0 where there is one per tensor; a number, float32[1] or [], or per_token
+        float32[pages, num_kv_heads, page_size] or [..., 1], which may hold anything where no row's token is. sinks: float[num_q_heads], a logit per head that every query token sees, with
         value 0. lse: float32[R * query_length, num_q_heads], contiguous, or None: filled with the natural log of the
         softmax's denominator over the scaled logits that each query token attended, the sink's among them, for
         `planlife.merge`, of whose two partials one may carry the sinks; -inf where nothing was attended.
@@ -441,42 +450,36 @@ class PlanManager(Singular):
             plan.rows, item.class_rows, output, query, key_cache, value_cache, block_tables, softmax_scale,
             key_scale, value_scale, sinks, lse, max_tokens=plan.max_tokens,
         )  # fmt: skip
+        item.lock.acquire()  # `with` takes 0.1 us longer
         try:
-            with item.lock:
-                # The streams first: whoever evicts what is taken here then sees where it is used.
-                stream = self._current_stream()
-                is_ordered = item.stream == stream == slot.arena.stream
-                pair = item.pair
-                scratch = slot.arena.buffer
-                if (
-                    not is_ordered
-                    or plan.captured
-                    or self._capture_id()
-                    or pair is None
-                    or scratch is None
-                    or pair.eager.mark is not plan.mark
-                ):
-                    extras = (softmax_scale, key_scale, value_scale, sinks, lse)
-                    call = (output, query, key_cache, value_cache, block_tables, *extras)
-                    self._check_call(slot.spec, *call)
-                    self._decode_settled(plan, call)  # type: ignore[arg-type]
-                    return output
-                tables = pair.eager
-                plan.mark.is_used_eagerly = True  # type: ignore[union-attr]
-                if self._flags is not None:
-                    self._sanitize_tables(tables, plan.mark, slot.spec, block_tables)  # type: ignore[arg-type]
-                segments = tables.views[slot.view]
-                if len(segments) == 1:
-                    self._backend.decode(
-                        segments[0].native, scratch, output, query, key_cache, value_cache, block_tables, softmax_scale,
-                        key_scale, value_scale, sinks, lse,
-                    )  # fmt: skip
-                else:
-                    extras = (softmax_scale, key_scale, value_scale, sinks, lse)
-                    call = (output, query, key_cache, value_cache, block_tables, *extras)
-                    for arguments in self._segment_calls(slot.spec.query_length, segments, scratch, call):
-                        self._backend.decode(*arguments)
+            # The streams first: whoever evicts what is taken here then sees where it is used.
+            stream = self._current_stream()
+            is_ordered = item.stream == stream == slot.arena.stream
+            pair = item.pair
+            scratch = slot.arena.buffer
+            if (
+                not is_ordered
+                or plan.captured
+                or self._capture_id()
+                or pair is None
+                or scratch is None
+                or (tables := pair.eager).mark is not plan.mark
+                or len(segments := tables.views[slot.view]) > 1
+            ):
+                extras = (softmax_scale, key_scale, value_scale, sinks, lse)
+                call = (output, query, key_cache, value_cache, block_tables, *extras)
+                self._check_call(slot.spec, *call)
+                self._decode_settled(plan, call)  # type: ignore[arg-type]
+                return output
+            plan.mark.is_used_eagerly = True  # type: ignore[union-attr]
+            if self._flags is not None:
+                self._sanitize_tables(tables, plan.mark, slot.spec, block_tables)  # type: ignore[arg-type]
+            self._backend.decode(
+                segments[0].native, scratch, output, query, key_cache, value_cache, block_tables, softmax_scale,
+                key_scale, value_scale, sinks, lse,
+            )  # fmt: skip
         finally:
+            item.lock.release()
             if self._events:
                 self._announcer.deliver()
         return output
@@ -488,6 +491,7 @@ class PlanManager(Singular):
                 raise TypeError(f"PlanManager.pa_decode() got an unexpected keyword argument {name!r}")
         refuse_unserved(unserved, spec)
 
+    @undisturbed
     def _plan_for(self, step: Step) -> StepPlan:
         self._enter("plan_for")
         try:
@@ -708,6 +712,7 @@ class PlanManager(Singular):
             self._device.order_after(item.stream)
             item.stream = stream
 
+    @undisturbed
     def _decode_settled(self, plan: StepPlan, call: tuple[Any, ...]) -> None:
         """Decode by a class's tables where the marks alone do not say what is in them. `call` was checked.
 
@@ -859,6 +864,7 @@ class PlanManager(Singular):
                 calls.append((native, scratch, chunk, query[first:end], key_cache, value_cache, tables, *rest))
         return calls
 
+    @undisturbed
     def _decode_other(self, plan: StepPlan | OffPlan, call: tuple[Any, ...]) -> None:
         """Dummies, the fallback, and more rows than the ladder has."""
         self._enter("pa_decode")
@@ -925,7 +931,7 @@ class PlanManager(Singular):
         output, *_, lse = call
         slot.checker.check_output(output)
         if lse is not None:
-            slot.checker.check_lse(lse, output.shape[0])
+            slot.checker.check_lse(lse, output)
             self._device.fill(lse, -math.inf)
         self._device.fill(output, 0.0)
 
@@ -940,20 +946,10 @@ class PlanManager(Singular):
             self._device.fill(lse[end:], -math.inf)
             asked["lse"] = lse[:end]
         if rows:
-            self._fallback(
-                output[:end],
-                query[:end],
-                key_cache,
-                value_cache,
-                block_tables[:rows],
-                context_lens,
-                softmax_scale,
-                spec=spec,
-                key_scale=key_scale,
-                value_scale=value_scale,
-                sinks=sinks,
-                **asked,
-            )
+            of_rows = output[:end], query[:end], key_cache, value_cache, block_tables[:rows]
+            scales = {"key_scale": key_scale, "value_scale": value_scale}
+            with self._device.as_called():
+                self._fallback(*of_rows, context_lens, softmax_scale, spec=spec, **scales, sinks=sinks, **asked)
         if output.shape[0] > end:
             self._device.fill(output[end:], 0.0)
 
@@ -1090,6 +1086,7 @@ class PlanManager(Singular):
         finally:
             self._announcer.deliver()
 
+    @undisturbed
     def guard(self, g: Graph | StepPlan, *steps: Step) -> None:
         """Check that the next replay of g decodes the work of these steps; call it before g.replay(), on its stream.
 
@@ -1193,6 +1190,7 @@ class PlanManager(Singular):
                 self._refresh(one.tables, EMPTY)
             emptied.add(one.tables)
 
+    @undisturbed
     def replay(self, g: Graph, *steps: Step) -> None:
         """Plan what is stale for these steps, guard, and g.replay() on the current stream: one call for a step.
 
@@ -1433,6 +1431,7 @@ class PlanManager(Singular):
         if self._closed:
             raise ClosedError(f"{what} was called on a closed PlanManager; make a new one.")
 
+    @undisturbed
     def _sanitize_tables(self, tables: Tables, mark: Mark, spec: PlanSpec, block_tables: Any) -> None:
         """Compare the tables with the lengths that are in the buffer now; recorded into the graph when recording."""
         max_tokens = min(spec.max_context_tokens, block_tables.shape[1] * spec.page_size)

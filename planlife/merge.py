@@ -33,6 +33,16 @@ def merge(
     Raises ConfigError, before anything is written. Capture: yes. Syncs: no. Allocates: temporaries through torch, and
     what is not given of out and out_lse.
     """
+    # Imported here: importing planlife loads no torch.
+    from .ambient import undisturbed
+    from .kernels.torch_merge import merge_partials
+
+    with undisturbed():
+        _check_all(output, lse, other_output, other_lse, out, out_lse)
+        return merge_partials(output, lse, other_output, other_lse, out, out_lse)
+
+
+def _check_all(output: Any, lse: Any, other_output: Any, other_lse: Any, out: Any, out_lse: Any) -> None:
     _check_output("output", output)
     _check_like("other_output", other_output, "output", output)
     shape = tuple(output.shape)[:-1]
@@ -47,10 +57,6 @@ def merge(
                 f"merge: {name} has strides {list(one.stride())}, which put several numbers in one place; pass memory "
                 "of its own for each."
             )
-    # Imported here: importing planlife loads no torch.
-    from .kernels.torch_merge import merge_partials
-
-    return merge_partials(output, lse, other_output, other_lse, out, out_lse)
 
 
 def _check_output(name: str, tensor: Any) -> None:

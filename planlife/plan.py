@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from .identity import Shared, Singular
@@ -86,9 +86,9 @@ class Mark(Singular):
         held = self.owner
         if held is None or owner is None:
             return False
-        if isinstance(held, int):
+        if type(held) is int:
             return type(owner) is int and held == owner
-        return held() is owner
+        return held() is owner  # type: ignore[operator]
 
     def difference(self, step: Step, rows: int, address: int, version: int | None) -> tuple[str, object, object] | None:
         """First field in which the lengths marked here are not those of `step`, as (field, the mark's, the step's).
@@ -170,11 +170,17 @@ class Tables:
             old.retire()
 
 
-class Pair(NamedTuple):
+class Pair:
     """Eager code only ever sees `eager`; replays change `in_graph` unseen."""
 
-    eager: Tables
-    in_graph: Tables
+    __slots__ = ("eager", "in_graph")  # each call reads one: half the time of a NamedTuple's
+
+    def __init__(self, eager: Tables, in_graph: Tables) -> None:
+        self.eager = eager
+        self.in_graph = in_graph
+
+    def __iter__(self) -> Iterator[Tables]:
+        return iter((self.eager, self.in_graph))
 
 
 class Plan(Item, Singular):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
+from . import ambient
 from .device import Device, ReleaseQueue, require_device
 from .emulated_graph import (
     EmulatedGraph,
@@ -39,6 +40,9 @@ class TorchDevice:
     def __init__(self, device: torch.device) -> None:
         self.name = str(device)
         self._device = device
+        self.is_disturbed: Callable[[], bool] = ambient.is_disturbed
+        self.undisturbed: Callable[[], AbstractContextManager[None]] = ambient.undisturbed
+        self.as_called: Callable[[], AbstractContextManager[None]] = ambient.as_called
 
     def dtype(self, name: str) -> torch.dtype:
         """The torch dtype of that name."""
@@ -103,11 +107,15 @@ class CpuDevice(TorchDevice):
     tells_captures: False: no graph object tells which capture it holds, as on a GPU.
     """
 
+    @ambient.plain
     def __init__(self, num_compute_units: int = 256, *, tells_captures: bool = True) -> None:
         super().__init__(torch.device("cpu"))
         self._tells_captures = tells_captures
         self.num_compute_units = check_int("num_compute_units", num_compute_units, at_least=1)
+        #: Id of the capture that this thread records, 0 when it records none.
+        self.capture_id: Callable[[], int] = current_capture_id
 
+    @ambient.plain
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """uint8[num_bytes], contents undefined.
 
@@ -142,10 +150,6 @@ class CpuDevice(TorchDevice):
     def relaxed(self) -> AbstractContextManager[None]:
         """Nothing to do: an emulated capture knows its own stream only."""
         return nullcontext()
-
-    def capture_id(self) -> int:
-        """Id of the capture that this thread records, 0 when it records none."""
-        return current_capture_id()
 
     def release_queue(self) -> ReleaseQueue:
         """An empty queue."""

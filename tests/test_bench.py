@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 
 import pytest
+import torch
 
 from planlife import bench
 from planlife.errors import ConfigError
@@ -12,11 +13,17 @@ from planlife.errors import ConfigError
 
 def test_every_figure_comes_with_a_yardstick_of_the_same_run():
     figures = bench.measure_host(num_batches=5, calls_per_batch=20)
-    assert [figure.call for figure in figures] == [
+    calls = [
         "plan_for, skipped",
+        "plan_for, refreshing",
         "pa_decode, bookkeeping",
         "pa_decode, new tensors",
+        "guard",
+        "replay",
         "plan_for, off",
+    ]
+    assert [(one.call, one.has_default_device) for one in figures] == [
+        (call, under) for call in calls for under in (False, True)
     ]
     for figure in figures:
         assert len(figure.batches_us) == 5
@@ -34,8 +41,20 @@ def test_the_bench_decodes_as_often_as_it_says_and_refreshes_once(monkeypatch):
             calls[_name] += 1
 
         monkeypatch.setattr(bench._IdleBackend, name, counted)
-    bench.measure_host(num_batches=3, calls_per_batch=7)
-    assert calls == {"decode": 3 * 7 * (1 + 2), "refresh": 1}  # one layer, then two in turn
+    bench.measure_host(num_batches=3, calls_per_batch=20)
+    batches = 2 * 3  # without and with a default device
+    # One layer, then two in turn, and one into the graph; what refreshes, a tenth as often, what skips, and the graph.
+    assert calls == {"decode": batches * 20 * (1 + 2) + 1, "refresh": batches * 2 + 1 + 1}
+
+
+def test_the_bench_calls_under_a_default_device_and_leaves_none_behind(monkeypatch):
+    seen = []
+    real = bench.PlanManager.plan_for
+    monkeypatch.setattr(
+        bench.PlanManager, "plan_for", lambda *call: seen.append(torch._C._len_torch_function_stack()) or real(*call)
+    )
+    bench.measure_host(num_batches=1, calls_per_batch=1)
+    assert {0, 1} <= set(seen) and not torch._C._len_torch_function_stack()
 
 
 def test_the_bench_fails_when_what_it_timed_was_no_skip(monkeypatch):

@@ -20,7 +20,7 @@ LAYERS = (
     ("route",),
     ("guard",),
     ("manager",),
-    ("emulated_graph", "torch_device", "kernels", "backends", "cuda_runtime", "cuda_device", "trace_file"),
+    ("ambient", "emulated_graph", "torch_device", "kernels", "backends", "cuda_runtime", "cuda_device", "trace_file"),
     (
         "trace",
         "testing",
@@ -41,7 +41,7 @@ LAYERS = (
 CORE = {module for layer in LAYERS[:7] for module in layer}
 
 #: Device and backend are picked by name, when a manager is made; tensor ops are loaded by the first merge.
-LAZY_UPWARDS = {"configuration": ("torch_device", "backends"), "merge": ("kernels",)}
+LAZY_UPWARDS = {"configuration": ("torch_device", "backends"), "merge": ("ambient", "kernels")}
 
 OUTSIDE_THE_CORE = {"torch", "triton", "aiter", "flydsl", "numpy", "click", "rich"}
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..aiter_library import PLAN_FIELDS, AiterLibrary, architecture_name, describe, probe, require_library
+from ..ambient import plain
 from ..configuration import DeviceMeant
 from ..errors import BackendUnavailableError, ConfigError, RouteError
 from ..kernels.torch_write import overwrite
@@ -88,6 +89,7 @@ class AiterBackend:
         #: (device, settled spec, rows, capacity) whose every variant ran once.
         self._compiled: set[tuple[str, PlanSpec, int, int]] = set()
 
+    @plain
     def refuse_spec(self, spec: PlanSpec, device: Any) -> Sequence[str]:
         try:
             architecture = architecture_name(self._architecture_of(device) or "")
@@ -169,6 +171,7 @@ class AiterBackend:
     def refuse_step(self, spec: PlanSpec, context_lens: Any) -> Sequence[str]:
         return ()
 
+    @plain
     def default_workgroup_budget(self, spec: PlanSpec, device: Any) -> int:
         default = default_workgroup_budget(device.num_compute_units)
         if not self._library.names_of_budgets or isinstance(device, DeviceMeant):
@@ -189,6 +192,7 @@ class AiterBackend:
     def scratch_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
         return scratch_bytes(spec, plan_rows, num_compute_units)
 
+    @plain
     def compile(self, spec: PlanSpec, plan_rows: int, device: Any, least_rows: int = 1) -> int:
         """Runs planner and decode over empty rows, once for every row count that a call of this class may have.
 
@@ -265,6 +269,7 @@ class AiterBackend:
     def _architecture_at(self, device: torch.device) -> str:
         return architecture_name(self._architecture_of(DeviceMeant(0, str(device))) or "")
 
+    @plain
     def refresh(self, tables: AiterPlan, context_lens: torch.Tensor | None, num_rows: int) -> None:
         # Always staged: alignment and batch are compile keys of the planner.
         if context_lens is None:
@@ -293,6 +298,7 @@ class AiterBackend:
             plan=plan,
         )
 
+    @plain
     def check_call(
         self,
         spec: PlanSpec,
@@ -324,6 +330,7 @@ class AiterBackend:
                 "the engine's whole table, or a contiguous copy."
             )
 
+    @plain
     def decode(
         self,
         tables: AiterPlan,
@@ -381,6 +388,7 @@ class AiterBackend:
         if behind is not None:
             overwrite(behind, 0.0)
 
+    @plain
     def sanitize(
         self, tables: AiterPlan, context_lens: torch.Tensor, num_rows: int, flags: torch.Tensor, max_tokens: int
     ) -> None:

@@ -72,7 +72,8 @@ def _fp8_bytes(spec: PlanSpec, architecture: str, num_compute_units: int) -> int
 
 def window_tiles(spec: PlanSpec) -> int:
     """The most tiles that the windows of a row's query tokens touch."""
-    return -(-(spec.sliding_window + spec.query_length - 2) // TILE_TOKENS) + 1
+    window: int = spec.sliding_window
+    return -(-(window + spec.query_length - 2) // TILE_TOKENS) + 1
 
 
 def _has_one_tile_each(spec: PlanSpec, num_compute_units: int) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..ambient import plain
 from ..kernels.torch_write import overwrite
 from ..spec import PlanSpec
 from .base import Backend
@@ -24,12 +25,14 @@ class DenseFallback:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
+    @plain
     def prepare(self, specs: Iterable[PlanSpec], device: Any) -> None:
         """Compile what calls with these specs need, so that none compiles. Capture: no. Syncs: may."""
         with device.relaxed():
             for spec in specs:
                 self._backend.compile(_one_task_each(spec), _CHUNK_ROWS, device)
 
+    @plain
     def __call__(
         self,
         output: torch.Tensor,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..ambient import plain
 from ..errors import ConfigError
 from ..kernels.torch_decode import decode_into
 from ..kernels.torch_planner import plan_into
@@ -120,10 +121,11 @@ class TorchBackend:
     def scratch_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
         return partials_bytes(spec, plan_rows, num_compute_units)
 
+    @plain
     def compile(self, spec: PlanSpec, plan_rows: int, device: Any, least_rows: int = 1) -> int:
         if device.name.startswith("cuda"):
             # The first matrix product on a device loads its library, which a recording stream refuses.
-            one = torch.ones(1, 1, 1, device=device.name)
+            one = torch.ones(1, 1, 1, dtype=torch.float32, device=device.name)
             torch.matmul(one, one)
         return 1
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ..ambient import plain
 from ..planner import TILE_TOKENS, planned_window
 from ..spec import PlanSpec
 from .torch_write import overwrite
@@ -98,6 +99,7 @@ class _Partials:
         self.output.index_add_(1, slots, output)
 
 
+@plain
 @torch.no_grad()  # a query fresh from a trainable layer must not tie the arena to its graph
 def decode_into(
     output: torch.Tensor,

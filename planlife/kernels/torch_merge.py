@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from ..ambient import plain
 from .torch_decode import TINY
 from .torch_write import overwrite
 
 
+@plain
 @torch.no_grad()
 def merge_partials(
     output: torch.Tensor,

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..ambient import plain
 from ..errors import MintError
 from ..planner import TILE_TOKENS, planned_window
 from ..spec import DTYPE_BYTES, FP8_DTYPES, PlanSpec
@@ -683,6 +684,7 @@ def compile_decode(spec: PlanSpec, device: str) -> int:
     return prepared.num_compiled
 
 
+@plain
 def decode_into(
     output: torch.Tensor,
     query: torch.Tensor,

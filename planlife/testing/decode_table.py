@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..ambient import plain
 from ..configuration import check_choice
 from ..errors import ConfigError
 from ..ladder import CapacityLadder
@@ -185,6 +186,7 @@ def _cases_of(goals: dict[_Goal, None], may_meet: Callable[[_Goal], bool]) -> li
     return cases
 
 
+@plain
 def lay_out(keys: torch.Tensor, values: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Copies of "nhd" caches in a layout of LAYOUTS."""
     kv_layout, plain = LAYOUTS[layout]
@@ -201,6 +203,7 @@ def lay_out(keys: torch.Tensor, values: torch.Tensor, layout: str) -> tuple[torc
     return keys.contiguous(), values.contiguous()
 
 
+@plain
 def row_errors(output: torch.Tensor, expected: torch.Tensor, query_length: int = 1) -> torch.Tensor:
     """float64[rows]: ||output - expected|| / ||expected||, NaN where the output has one; an empty row must be zeros.
 
@@ -215,6 +218,7 @@ def row_errors(output: torch.Tensor, expected: torch.Tensor, query_length: int =
     return torch.where(norm > 0, difference / norm, torch.where(difference == 0, 0.0, torch.inf))
 
 
+@plain
 def make_scale(
     form: str, owned: torch.Tensor, num_kv_heads: int, generator: torch.Generator | None = None
 ) -> torch.Tensor | float | None:
@@ -225,12 +229,13 @@ def make_scale(
     if form == "none":
         return None
     device = owned.device if generator is None else generator.device
-    one = torch.rand(1, generator=generator, device=device) + 0.25
+    one = torch.rand(1, generator=generator, dtype=torch.float32, device=device) + 0.25
     if form == "host number":
         return one.item()
     if SCALE_FORMS[form] == "per_tensor":
         return one if form == "device [1]" else one[0]
-    per_token = torch.rand(owned.shape[0], num_kv_heads, owned.shape[1], generator=generator, device=device) + 0.25
+    shape = owned.shape[0], num_kv_heads, owned.shape[1]
+    per_token = torch.rand(shape, generator=generator, dtype=torch.float32, device=device) + 0.25
     per_token.masked_fill_(~owned[:, None].to(device), torch.nan)
     return per_token[..., None] if form == "per token, 4-D" else per_token
 
@@ -249,6 +254,7 @@ class DecodeInputs:
     Owns: all of it.
     """
 
+    @plain
     def __init__(
         self,
         spec: PlanSpec,
@@ -272,7 +278,7 @@ class DecodeInputs:
         self.spec = spec
         self.device = device
         self.num_rows, self.class_rows = len(lens), len(lens) + _PADDED_ROWS
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator("cpu").manual_seed(seed)
         self.softmax_scale = 1 / math.sqrt(spec.head_dim)
         self.context_lens = torch.tensor(lens, dtype=torch.int32, device=device)
         tables, owned = self._make_tables(lens)
@@ -303,6 +309,7 @@ class DecodeInputs:
         )
 
     @cached_property
+    @plain
     def expected(self) -> torch.Tensor:
         """float64[rows * query_length, q_heads, head_dim], on the CPU: the exact answer."""
         num_tokens = self.num_rows * self.spec.query_length
@@ -327,6 +334,7 @@ class DecodeInputs:
                 manager.warm()
             return self.decode_with(manager)
 
+    @plain
     def decode_with(self, manager: PlanManager) -> tuple[torch.Tensor, StepPlan | OffPlan]:
         """(output, plan) of one eager step, in buffers that other work has used before.
 
@@ -347,6 +355,7 @@ class DecodeInputs:
             raise AssertionError("the decode wrote outside its output")
         return output, plan
 
+    @plain
     def decode_into(
         self, output: torch.Tensor, query: torch.Tensor, manager: PlanManager, plan: StepPlan | OffPlan
     ) -> None:
@@ -369,7 +378,7 @@ class DecodeInputs:
         return row_errors(self.decode(**manager_options)[0], self.expected)
 
     def _normal(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self._generator, device="cpu")
+        return torch.randn(shape, generator=self._generator, dtype=torch.float32, device="cpu")
 
     def _make_tables(self, lens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """(block_tables, bool[pages, page]: which tokens a row owns). Page 0 belongs to nobody."""

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from typing import Any
@@ -300,6 +300,15 @@ class FakeDevice:
     def tick(self) -> int:
         """The time of something that happens now."""
         return next(self._clock)
+
+    def is_disturbed(self) -> bool:
+        return False
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def as_called(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def current_stream(self) -> int:
         return self.stream

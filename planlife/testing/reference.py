@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from ..ambient import plain
 
+
+@plain
 def reference_decode(
     query: torch.Tensor,
     key_cache: torch.Tensor,

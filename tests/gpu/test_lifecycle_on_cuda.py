@@ -7,6 +7,7 @@ from dataclasses import replace
 from planlife import PlanSpec
 
 from ..lifecycle.test_adopt import *  # noqa: F403
+from ..lifecycle.test_ambient_modes import *  # noqa: F403
 from ..lifecycle.test_capture_failures import *  # noqa: F403
 from ..lifecycle.test_capture_styles import *  # noqa: F403
 from ..lifecycle.test_consumed_marks import *  # noqa: F403

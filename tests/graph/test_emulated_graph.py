@@ -163,11 +163,19 @@ def test_capture_end_belongs_to_the_graph_and_thread_that_record() -> None:
 def test_tensors_of_other_devices_and_layouts_are_not_recorded() -> None:
     on_meta, sparse = torch.zeros(1, device="meta"), torch.eye(2).to_sparse()
     with pytest.raises(RuntimeError, match=r"records strided tensors on cpu, got .* on meta"), record(EmulatedGraph()):
-        on_meta.add_(1)
+        on_meta.to("cpu")
     with pytest.raises(RuntimeError, match=r"got torch.sparse_coo on cpu"), record(EmulatedGraph()):
         sparse.neg()
-    with pytest.raises(RuntimeError, match="wants one on meta"), record(EmulatedGraph()):
-        torch.zeros(1, device="meta")
+    with pytest.raises(RuntimeError, match="wants one on vulkan"), record(EmulatedGraph()):
+        torch.zeros(1, device="vulkan")
+
+
+def test_ops_on_meta_tensors_launch_nothing_and_are_not_recorded() -> None:
+    """A default device of the caller's makes them, as while a model's shapes are worked out."""
+    on_meta = torch.zeros(1, device="meta")
+    with record(EmulatedGraph()) as graph:
+        found = on_meta.add_(1) + torch.zeros(1, device="meta")
+    assert found.device.type == "meta" and graph.num_ops == 0
 
 
 def test_an_op_whose_result_shapes_are_unknown_says_how_to_make_them_known() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import pytest
@@ -11,9 +10,10 @@ import torch
 from planlife.call_check import CallChecker
 from planlife.errors import ConfigError
 from planlife.spec import PlanSpec
+from planlife.torch_device import CpuDevice
 
 SPEC = PlanSpec(8, 2, 64, 16, max_context_tokens=4096)
-CPU = types.SimpleNamespace(name="cpu", dtype=lambda name: getattr(torch, name))
+CPU = CpuDevice()
 
 
 def good_call(**changed: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from planlife.backends import triton_backend  # noqa: E402
 from planlife.backends.triton_backend import TritonBackend  # noqa: E402
 from planlife.testing.fakes import FakeDevice  # noqa: E402
 from tests.child_process import run_python  # noqa: E402
-from tests.lifecycle import test_capture_styles, test_dummies, test_refresh_and_marks  # noqa: E402
+from tests.lifecycle import test_ambient_modes, test_capture_styles, test_dummies, test_refresh_and_marks  # noqa: E402
 from tests.lifecycle.world import World, small_spec  # noqa: E402
 
 interpreted = pytest.mark.skipif(
@@ -36,6 +36,17 @@ class TestScenarios:
     test_lengths_of_now = staticmethod(test_capture_styles.test_a_replay_decodes_the_lengths_of_now)
     test_foreign_refresh = staticmethod(test_refresh_and_marks.test_a_foreign_refresh_is_never_mistaken_for_ones_own)
     test_emptied_on_purpose = staticmethod(test_dummies.test_the_sanitizer_knows_tables_that_were_emptied_on_purpose)
+
+    @pytest.mark.parametrize(
+        ("mode", "part"),
+        [
+            ("autocast to bfloat16", "in graph"),
+            ("refusing function mode", "in graph"),
+            ("refusing function mode", "fallback and dummy"),
+        ],
+    )
+    def test_ambient_modes(self, mode, part):
+        test_ambient_modes.test_a_mode_of_the_callers_changes_no_result(mode, part)
 
 
 @interpreted
