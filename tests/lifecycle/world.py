@@ -21,6 +21,7 @@ from planlife import CapacityLadder, PlanManager, PlanSpec, Step, StepPlan
 from planlife.backends.torch_backend import TorchBackend
 from planlife.testing import LAYOUTS, EmulatedGraph, lay_out, record, reference_decode, row_errors
 from planlife.torch_device import resolve_device
+from tests.eventually import EVENTUALLY_S
 
 DEVICE = "cpu"  #: where worlds are made that are not told
 NUM_PAGES, PAGE, MAX_PAGES = 160, 16, 40
@@ -306,7 +307,7 @@ class World:
     def elsewhere(self, work: Callable[[], Result]) -> Result:
         """What `work` returns on a thread of its own, which records nothing; its exception is raised here."""
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(work).result(timeout=30)
+            return thread.submit(work).result(timeout=EVENTUALLY_S)
 
     def counters(self) -> dict[str, int]:
         return counters_of(self.manager)

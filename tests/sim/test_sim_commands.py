@@ -20,6 +20,7 @@ from click.testing import CliRunner, Result
 from planlife import CapacityLadder, PlanManager, PlanSpec
 from planlife.commands import planlife as command
 from planlife.step_log import StepLogWriter, stream_step_log
+from tests.eventually import EVENTUALLY_S
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 AZURE = str(DATA / "azure_conversation_excerpt.csv")
@@ -451,5 +452,9 @@ def planlife_in_a_process(*arguments: str) -> subprocess.CompletedProcess[bytes]
     """In a terminal that knows ASCII only, 40 columns wide."""
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "40", "PYTHONUTF8": "0"}
     return subprocess.run(
-        [sys.executable, "-m", "planlife", *arguments], capture_output=True, env=environment, timeout=120, check=False
+        [sys.executable, "-m", "planlife", *arguments],
+        capture_output=True,
+        env=environment,
+        timeout=EVENTUALLY_S,
+        check=False,
     )

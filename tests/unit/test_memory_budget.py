@@ -171,9 +171,7 @@ def test_bytes_are_those_of_the_class_that_takes_most_not_of_the_top_one(
     arenas = {line.lane: line.num_bytes for line in report.arenas}
     assert least_bytes == max(plan + arenas["main" if site == "a" else "b"] for (site, _), plan in num_bytes.items())
 
-    parts = estimate(
-        Sites(options["sites"], options["ladder"]), ubatches=2, backend=backend(), num_compute_units=8
-    )
+    parts = estimate(Sites(options["sites"], options["ladder"]), ubatches=2, backend=backend(), num_compute_units=8)
     assert (parts.worst_case_bytes, parts.min_budget_bytes) == (worst_bytes, least_bytes)
     assert {(one.site, one.class_rows): one.plan_bytes for one in parts.classes} == num_bytes
     assert {one.lane: one.arena_bytes for one in parts.lanes} == arenas

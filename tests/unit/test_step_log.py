@@ -18,6 +18,7 @@ from planlife.errors import ConfigError
 from planlife.step_log import MAX_BLOCK_STEPS, StepLogWriter, is_step_log, stream_step_log
 from planlife.trace import TraceError
 from planlife.trace_file import TraceFile
+from tests.eventually import EVENTUALLY_S
 
 from .fake_world import FakeWorld, Owner, spec
 
@@ -271,7 +272,7 @@ def test_steps_of_two_threads_are_noted_in_the_order_of_their_times(tmp_path, mo
         return drawn
 
     def second() -> None:
-        is_first_waiting.wait(10)
+        is_first_waiting.wait(EVENTUALLY_S)
         world.manager.plan_for(steps[1])
         is_second_done.set()
 
