@@ -213,7 +213,7 @@ def copy_without(guard: Guard | None, into: Path) -> None:
             shutil.copy(source, into / name)
     if guard is not None:
         path = into / guard.file
-        text = path.read_text()
+        text = path.read_text("utf-8")
         if text.count(guard.text) != 1:
             sys.exit(f"{guard.name}: its text is {text.count(guard.text)} times in {guard.file}, not once; update it.")
         path.write_text(text.replace(guard.text, guard.without))

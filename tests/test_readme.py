@@ -14,7 +14,7 @@ from .child_process import REPOSITORY, run_python
 
 
 def code_blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", (REPOSITORY / "README.md").read_text(), re.M | re.S)
+    return re.findall(rf"^```{language}\n(.*?)^```$", (REPOSITORY / "README.md").read_text("utf-8"), re.M | re.S)
 
 
 def test_readmes_example_runs_as_it_stands():
@@ -38,7 +38,7 @@ def test_readme_has_two_commands_and_both_can_be_run():
 def test_every_script_is_bash_without_a_syntax_error():
     scripts = [path for path in (REPOSITORY / "scripts").iterdir() if path.suffix == ""]
     for script in [*scripts, REPOSITORY / ".ci" / "run"]:
-        assert script.read_text().startswith("#!/usr/bin/env bash\n")
+        assert script.read_text("utf-8").startswith("#!/usr/bin/env bash\n")
         subprocess.run(["bash", "-n", str(script)], check=True)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from planlife.errors import ConfigError
 from planlife.planner import TILE_TOKENS, plan_capacity, plan_tables
 
-VECTORS = json.loads((Path(__file__).parents[1] / "data" / "planner_vectors.json").read_text())
+VECTORS = json.loads((Path(__file__).parents[1] / "data" / "planner_vectors.json").read_text("utf-8"))
 PLAN_KEYS = ("num_kv_heads", "num_cu", "max_partitions", "workgroup_budget", "sliding_window", "query_length")
 
 

@@ -100,6 +100,6 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(name, tmp_path):
 
 
 def test_the_example_on_the_page_about_the_doctor_is_one(tmp_path):
-    page = (Path(__file__).resolve().parents[2] / "docs" / "doctor.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "doctor.md").read_text("utf-8")
     (example,) = re.findall(r"^```json\n(.*?)^```$", page, re.M | re.S)
     assert read_sites(written(tmp_path, example.encode())).specs.keys() == {"dense", "draft"}

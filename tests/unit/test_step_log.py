@@ -57,10 +57,10 @@ def test_a_log_of_one_site_and_ubatch_has_two_columns_and_copies_block_by_block(
     with StepLogWriter(tmp_path / "a") as writer:
         writer.add(0, 3)
         writer.add(5, 0)
-    assert (tmp_path / "a").read_text() == GOOD
+    assert (tmp_path / "a").read_text("utf-8") == GOOD
     with StepLogWriter(tmp_path / "b") as writer:
         writer.add_blocks(stream_step_log(tmp_path / "a"))
-    assert (tmp_path / "b").read_text() == GOOD
+    assert (tmp_path / "b").read_text("utf-8") == GOOD
 
 
 def test_a_byte_order_mark_crlf_and_blank_lines_are_read(tmp_path):
@@ -318,4 +318,4 @@ def test_a_manager_that_is_off_or_has_two_sites_is_recorded_too(tmp_path):
     with record(off.manager, tmp_path / "off"):
         off.manager.plan_for(Step(off.lens[0][:4], owner=1))
     assert [rows for _, rows, _, _ in steps_of(tmp_path / "off")] == [4]
-    assert json.loads((tmp_path / "off").read_text())["planlife_steps"] == 1
+    assert json.loads((tmp_path / "off").read_text("utf-8"))["planlife_steps"] == 1
