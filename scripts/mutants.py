@@ -154,6 +154,38 @@ GUARDS = (
         "graph/test_cuda_runtime.py::test_a_watched_capture_arrives_in_the_queue_when_its_graph_goes",
     ),
     Guard(
+        "the arena of the class that takes most, not of the top one",
+        "planlife/sizing.py",
+        "                    for class_rows in self._ladders[site].classes\n                    for rows in",
+        "                    for class_rows in self._ladders[site].classes[-1:]\n                    for rows in",
+        "",
+        "unit/test_memory_budget.py::test_bytes_are_those_of_the_class_that_takes_most_not_of_the_top_one",
+    ),
+    Guard(
+        "the pair of the class that takes most, not of the top one",
+        "planlife/sizing.py",
+        "                for class_rows in self._ladders[site].classes\n            ),\n",
+        "                for class_rows in self._ladders[site].classes[-1:]\n            ),\n",
+        "",
+        "unit/test_memory_budget.py::test_bytes_are_those_of_the_class_that_takes_most_not_of_the_top_one",
+    ),
+    Guard(
+        "a step that fell back may be planned after trim()",
+        "planlife/manager.py",
+        '{target_bytes:,} bytes")\n            self._forget_fallbacks()\n',
+        '{target_bytes:,} bytes")\n',
+        "",
+        "unit/test_fallbacks_that_pass.py::test_a_guard_does_not_hold_an_old_fallback_against_the_step",
+    ),
+    Guard(
+        "a step that fell back for want of memory may ask again",
+        "planlife/manager.py",
+        "answers.may_ask_again = why.may_pass\n",
+        "answers.may_ask_again = False\n",
+        "",
+        "unit/test_fallbacks_that_pass.py::test_the_step_is_planned_when_it_is_asked_for_again",
+    ),
+    Guard(
         "evict before allocate",
         "planlife/residency.py",
         "        for victim in victims:\n"
@@ -189,7 +221,7 @@ def copy_without(guard: Guard | None, into: Path) -> None:
             shutil.copy(source, into / name)
     if guard is not None:
         path = into / guard.file
-        text = path.read_text()
+        text = path.read_text("utf-8")
         if text.count(guard.text) != 1:
             sys.exit(f"{guard.name}: its text is {text.count(guard.text)} times in {guard.file}, not once; update it.")
         path.write_text(text.replace(guard.text, guard.without))

@@ -18,7 +18,7 @@ from planlife.planner import plan_tables
 from planlife.spec import PlanSpec
 from planlife.testing import EmulatedGraph, record
 
-VECTORS = json.loads((Path(__file__).parent / "data" / "planner_vectors.json").read_text())
+VECTORS = json.loads((Path(__file__).parent / "data" / "planner_vectors.json").read_text("utf-8"))
 POISON = 0x7F7F7F7F
 NUM_CU = 8
 

@@ -31,7 +31,7 @@ ERRORS = {name for name in planlife.__all__ if name.endswith("Error")}
 
 
 def python_blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S)
 
 
 def code_of(page: Path) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def test_the_code_of_a_page_runs(page: Path) -> None:
 def defined_tests(path: Path) -> set[str]:
     """Names that pytest would collect from a file: functions, classes, and Class::method."""
     names = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in ast.parse(path.read_text("utf-8")).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             names.add(node.name)
         if isinstance(node, ast.ClassDef):
@@ -108,7 +108,7 @@ def leads_somewhere(dotted: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_what_a_page_points_at_exists(page: Path) -> None:
-    text = page.read_text()
+    text = page.read_text("utf-8")
     assert missing_tests(text) == []
     assert missing_names(text) == []
 
@@ -123,7 +123,7 @@ def test_a_page_that_points_at_nothing_is_found() -> None:
 
 def anchors(page: Path) -> set[str]:
     """What GitHub makes of a page's headings: of two that are the same the second one ends in -1."""
-    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.M)
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.M | re.S), re.M)
     slugs = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
     seen: Counter[str] = Counter()
     found = set()
@@ -146,7 +146,7 @@ def dead_links(page: Path, text: str) -> list[str]:
 
 @pytest.mark.parametrize("page", [REPOSITORY / "README.md", *PAGES], ids=lambda page: page.stem)
 def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
-    assert dead_links(page, page.read_text()) == []
+    assert dead_links(page, page.read_text("utf-8")) == []
 
 
 def test_a_dead_link_is_found() -> None:
@@ -155,28 +155,28 @@ def test_a_dead_link_is_found() -> None:
 
 
 def test_readme_lists_every_page() -> None:
-    readme = (REPOSITORY / "README.md").read_text()
+    readme = (REPOSITORY / "README.md").read_text("utf-8")
     assert [page.name for page in DOCS.glob("*.md") if f"](docs/{page.name})" not in readme] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_picture_says_in_words_what_it_shows(page: Path) -> None:
-    assert [words for words in re.findall(r"!\[(.*?)\]\(", page.read_text()) if len(words.split()) < 5] == []
+    assert [words for words in re.findall(r"!\[(.*?)\]\(", page.read_text("utf-8")) if len(words.split()) < 5] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_what_a_page_has_from_the_code_is_what_the_code_says(page: Path) -> None:
-    text = page.read_text()
+    text = page.read_text("utf-8")
     assert text == make_docs.filled(text), "run: python scripts/make_docs.py"
 
 
 @pytest.mark.parametrize("name", make_layout_drawings.DRAWINGS)
 def test_the_drawings_are_made_from_the_layouts_of_now(name: str) -> None:
-    assert (DOCS / name).read_text() == make_layout_drawings.DRAWINGS[name](), "run: python scripts/make_docs.py"
+    assert (DOCS / name).read_text("utf-8") == make_layout_drawings.DRAWINGS[name](), "run: python scripts/make_docs.py"
 
 
 def test_every_public_name_is_on_the_api_page() -> None:
-    text = API.read_text()
+    text = API.read_text("utf-8")
     assert make_docs.missing_names(text) == []
     shorter = text.replace("<!-- made: api planlife.merge -->", "").replace("<!-- made: errors -->", "")
     assert {"planlife.merge", "planlife.MintError"} <= set(make_docs.missing_names(shorter))  # the control
@@ -213,7 +213,7 @@ def as_called(signature: inspect.Signature) -> list[tuple[str, object, object]]:
 
 @pytest.mark.parametrize("module", make_docs.PUBLIC)
 def test_what_the_api_page_shows_of_a_public_name_can_be_called_like_it(module: str) -> None:
-    parts = make_docs.parts(API.read_text())
+    parts = make_docs.parts(API.read_text("utf-8"))
     num_signatures = 0
     for name in import_module(module).__all__:
         public = getattr(import_module(module), name)
@@ -244,7 +244,7 @@ def missing_members(text: str) -> list[str]:
 
 @pytest.mark.parametrize("page", [REPOSITORY / "README.md", *PAGES], ids=lambda page: page.stem)
 def test_a_page_names_only_members_that_exist(page: Path) -> None:
-    assert missing_members(page.read_text()) == []
+    assert missing_members(page.read_text("utf-8")) == []
 
 
 def test_a_member_that_does_not_exist_is_found() -> None:
@@ -255,25 +255,25 @@ def test_a_member_that_does_not_exist_is_found() -> None:
 
 
 def test_every_kind_of_event_is_on_the_api_page() -> None:
-    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", API.read_text().partition("| kind | when |")[2], re.M)
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", API.read_text("utf-8").partition("| kind | when |")[2], re.M)
     named = [name for row in rows for name in re.findall(r"\w+", row)]
     assert sorted(named) == sorted(KINDS)
 
 
 def test_every_error_is_shown_by_a_refusal_that_happens() -> None:
-    shown = set(re.findall(r"^(\w+Error): ", REFUSED.read_text(), re.M))
+    shown = set(re.findall(r"^(\w+Error): ", REFUSED.read_text("utf-8"), re.M))
     assert shown == ERRORS - {"PlanlifeError"}
 
 
 def test_a_session_that_says_something_else_is_corrected() -> None:
-    text = REFUSED.read_text()
+    text = REFUSED.read_text("utf-8")
     changed = text.replace("no site 'sparse'; this manager was given 'dense'.", "no such site.")
     assert changed != text
     assert page_sessions.replayed(changed) == text
 
 
 def test_every_setting_of_on_miss_is_explained() -> None:
-    assert [setting for setting in ON_MISS if f'`"{setting}"`' not in REFUSED.read_text()] == []
+    assert [setting for setting in ON_MISS if f'`"{setting}"`' not in REFUSED.read_text("utf-8")] == []
 
 
 def fallback_reasons() -> dict[str, str]:
@@ -316,7 +316,7 @@ def fallback_reasons() -> dict[str, str]:
 
 
 def test_every_reason_of_a_fallback_has_one_row() -> None:
-    table = REFUSED.read_text().partition("| reason begins with |")[2].partition("\n\n")[0]
+    table = REFUSED.read_text("utf-8").partition("| reason begins with |")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| `(.*?)` \|", table, re.M)
     patterns = {row: ".*".join(re.escape(part.strip()) for part in row.split("…")) for row in rows}
     matched = {
@@ -329,11 +329,11 @@ def test_every_reason_of_a_fallback_has_one_row() -> None:
 
 @pytest.mark.parametrize(("letter", "last"), [("R", 48), ("C", 84)])
 def test_every_requirement_and_case_has_one_row(letter: str, last: int) -> None:
-    rows = re.findall(rf"^\| ({letter}\d\d?) \|.*\|$", (DOCS / "requirements.md").read_text(), re.M)
+    rows = re.findall(rf"^\| ({letter}\d\d?) \|.*\|$", (DOCS / "requirements.md").read_text("utf-8"), re.M)
     digits = 1 if letter == "R" else 2
     assert rows == [f"{letter}{number:0{digits}}" for number in range(1, last + 1)]
 
 
 def test_a_row_names_a_test_or_says_what_is_missing() -> None:
-    rows = re.findall(r"^\| [RC]\d\d? \|.*\|$", (DOCS / "requirements.md").read_text(), re.M)
+    rows = re.findall(r"^\| [RC]\d\d? \|.*\|$", (DOCS / "requirements.md").read_text("utf-8"), re.M)
     assert [row for row in rows if ".py::" not in row and "not yet" not in row] == []

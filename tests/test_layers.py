@@ -106,7 +106,7 @@ def violations(module: str, source: str) -> list[str]:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_a_module_imports_only_from_its_own_layer_and_lower(module):
-    assert violations(module, FILES[module].read_text()) == []
+    assert violations(module, FILES[module].read_text("utf-8")) == []
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MUTANTS = runpy.run_path(str(ROOT / "scripts" / "mutants.py"))
 GUARDS = MUTANTS["GUARDS"]
-TESTS = {path: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+TESTS = {path: path.read_text("utf-8") for path in (ROOT / "tests").rglob("*.py")}
 
 
 @pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.name)
 def test_each_guard_is_where_the_table_says_and_its_tests_exist(guard: Any) -> None:
-    assert (ROOT / guard.file).read_text().count(guard.text) == 1
+    assert (ROOT / guard.file).read_text("utf-8").count(guard.text) == 1
     assert guard.without != guard.text
     for test in filter(None, (guard.gpu, guard.cpu)):
         path, *_, name = test.split("::")
@@ -33,6 +33,6 @@ def test_a_guard_whose_text_moved_is_an_error_that_names_it(tmp_path: Path) -> N
 def test_a_copy_has_everything_but_the_guard(tmp_path: Path) -> None:
     guard = GUARDS[0]
     MUTANTS["copy_without"](guard, tmp_path)
-    mine, copied = (root.joinpath(guard.file).read_text() for root in (ROOT, tmp_path))
+    mine, copied = (root.joinpath(guard.file).read_text("utf-8") for root in (ROOT, tmp_path))
     assert copied == mine.replace(guard.text, guard.without) != mine
     assert (tmp_path / "tests" / "conftest.py").is_file()

@@ -22,7 +22,7 @@ from planlife.precision import PrecisionReport, measure_precision, rounded_up
 from planlife.testing import DecodeCase, decode_cases
 from planlife.testing.decode_table import SCALE_FORMS
 
-PAGE = (Path(__file__).resolve().parents[1] / "docs" / "precision.md").read_text()
+PAGE = (Path(__file__).resolve().parents[1] / "docs" / "precision.md").read_text("utf-8")
 #: Another CPU adds FP32 numbers in another order; where the output is FP32, that is all there is.
 SLACK = {"float32": 2.0, "bfloat16": 1.05, "float16": 1.05}
 #: R44: how close outputs of 1 x and 2 x as many workgroups as compute units have to be.

@@ -10,7 +10,7 @@ import pytest
 
 from planlife.testing.aiter_double.compile_keys import TileShape, plan_key, reduce_key, tile_key
 
-VECTORS = json.loads((Path(__file__).parent.parent / "data" / "aiter_schedule_vectors.json").read_text())
+VECTORS = json.loads((Path(__file__).parent.parent / "data" / "aiter_schedule_vectors.json").read_text("utf-8"))
 
 #: gfx950, four queries of a group of 16, per-token FP8 with transposed V: every tuned flag of dense decode.
 TUNED = TileShape(

@@ -23,6 +23,7 @@ from planlife.configuration import absence_reasons
 from planlife.testing.aiter_double import aiter_double
 from tests.aiter_backend.recording_aiter import PACKAGES, RecordingAiter, install
 from tests.child_process import run_python
+from tests.eventually import EVENTUALLY_S
 
 
 @pytest.fixture
@@ -130,12 +131,12 @@ def test_an_import_in_another_thread_is_waited_for(nothing_imported, monkeypatch
     """Engines import aiter lazily: what a module has until its import ends tells nothing of it."""
     entered, goes_on = threading.Event(), threading.Event()
     gate = ModuleType("gate_of_a_test")
-    gate.wait = lambda: (entered.set(), goes_on.wait(30))  # type: ignore[attr-defined]
+    gate.wait = lambda: (entered.set(), goes_on.wait(EVENTUALLY_S))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "gate_of_a_test", gate)
     monkeypatch.syspath_prepend(a_library_on_disk(tmp_path, before="import gate_of_a_test; gate_of_a_test.wait()"))
     importer = threading.Thread(target=import_module, args=(DEFINING_MODULE,))
     importer.start()
-    assert entered.wait(30) and not hasattr(sys.modules[DEFINING_MODULE], "pa_decode")  # half of it is there
+    assert entered.wait(EVENTUALLY_S) and not hasattr(sys.modules[DEFINING_MODULE], "pa_decode")  # half of it is there
     answers: list[aiter_library.Probe] = []
     asker = threading.Thread(target=lambda: answers.append(probe()))
     asker.start()
@@ -143,7 +144,7 @@ def test_an_import_in_another_thread_is_waited_for(nothing_imported, monkeypatch
     assert not answers
     goes_on.set()
     for thread in (importer, asker):
-        thread.join(30)
+        thread.join(EVENTUALLY_S)
     assert answers[0].reasons == () and probe() == answers[0]
 
 

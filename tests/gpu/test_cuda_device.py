@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +19,7 @@ import torch
 from planlife import CapacityLadder, PlanManager, PlanSpec, StalePlanError, StepPlan
 from planlife.backends.triton_backend import TritonBackend
 from planlife.cuda_device import CudaDevice
+from tests.eventually import EVENTUALLY_S
 
 from ..lifecycle.world import BEFORE_REPLAY, IN_GRAPH, World, backend_name, both_styles, limited_backend, small_spec
 
@@ -36,21 +36,27 @@ def gpu_world(**options: Any) -> World:
     return World(warm=True, **options)
 
 
+#: So long that no host, however slow, is done with a test's few calls after half of it.
+BUSY_MS = 1000
+
+
 def delay(milliseconds: int) -> None:
     """The current stream does nothing for at least half as long."""
     torch.cuda._sleep(milliseconds * CYCLES_PER_MS)
 
 
 @contextmanager
-def quick(limit_s: float = 0.1) -> Iterator[None]:
-    """The host waits for nothing that the device has queued, and torch sees no synchronising call."""
+def without_waiting(*streams: torch.cuda.Stream) -> Iterator[None]:
+    """What the device has queued on `streams` is still ahead when the body ends, and torch sees no synchronising call.
+
+    What is queued takes half a second and more: where it is done by then, the host waited for it.
+    """
     torch.cuda.set_sync_debug_mode("error")
-    begin = time.perf_counter()
     try:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert time.perf_counter() - begin < limit_s
+    assert not any(stream.query() for stream in streams)
 
 
 def poison() -> list[torch.Tensor]:
@@ -152,7 +158,7 @@ def test_a_graph_that_ends_while_replays_are_in_flight_keeps_what_they_read(end:
     world.set_lens(LENS)
 
     def layers(plan: StepPlan) -> None:
-        delay(60)
+        delay(BUSY_MS)
         world.decode(plan)
 
     graph = world.capture(world.step(), IN_GRAPH, layers)
@@ -163,7 +169,7 @@ def test_a_graph_that_ends_while_replays_are_in_flight_keeps_what_they_read(end:
     with torch.cuda.stream(unseen):
         for _ in range(num_replays):
             graph.replay()
-    with quick():
+    with without_waiting(*[unseen] * bool(num_replays)):
         if end == "reset":
             graph.reset()
         else:
@@ -171,7 +177,6 @@ def test_a_graph_that_ends_while_replays_are_in_flight_keeps_what_they_read(end:
         freed_bytes = world.manager.trim(0)
         blocks = poison()
     if num_replays:
-        assert not unseen.query()  # it was in flight all the time
         assert world.manager.report().pinned_bytes
     torch.cuda.synchronize()
     if num_replays:
@@ -189,7 +194,7 @@ def test_a_graph_captured_again_keeps_what_its_replay_in_flight_reads(monkeypatc
     world.set_lens(LENS)
 
     def layers(plan: StepPlan) -> None:
-        delay(60)
+        delay(BUSY_MS)
         world.decode(plan)
 
     graph = world.capture(world.step(), IN_GRAPH, layers)
@@ -226,7 +231,7 @@ def test_without_its_pins_the_same_churn_does_overwrite_a_replay_in_flight() -> 
     world.set_lens(LENS)
 
     def layers(plan: StepPlan) -> None:
-        delay(60)
+        delay(BUSY_MS)
         world.decode(plan)
 
     graph = world.capture(world.step(), IN_GRAPH, layers)
@@ -252,12 +257,11 @@ def test_what_a_stream_was_given_finds_its_tables_after_an_eviction() -> None:
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         plan = world.manager.plan_for(world.step())
-        delay(60)
+        delay(BUSY_MS)
         world.decode(plan)
-    with quick():
+    with without_waiting(side):
         assert world.manager.trim(0) > 0
         blocks = poison()
-    assert not side.query()
     torch.cuda.synchronize()
     world.assert_right(world.output, expected)
     del blocks
@@ -294,9 +298,9 @@ def test_a_decode_waits_for_the_refresh_of_another_stream(ordered: bool, sanitiz
     expected = world.expected()
     a, b = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()
-    with quick():
+    with without_waiting(a):
         with torch.cuda.stream(a):
-            delay(60)
+            delay(BUSY_MS)
             plan = world.manager.plan_for(world.step())
         with torch.cuda.stream(b):
             world.decode(plan)
@@ -313,9 +317,9 @@ def test_a_refresh_waits_for_the_decode_of_another_stream(ordered: bool, sanitiz
     with torch.cuda.stream(a):
         plan = world.manager.plan_for(world.step())
     torch.cuda.synchronize()
-    with quick():
+    with without_waiting(b):
         with torch.cuda.stream(b):
-            delay(60)
+            delay(BUSY_MS)
             world.decode(plan)
         with torch.cuda.stream(a):
             world.manager.plan_for(world.step(lens=next_lens))
@@ -333,9 +337,9 @@ def test_a_replay_waits_for_the_refresh_of_another_stream(ordered: bool, how: st
     a, b = torch.cuda.Stream(), torch.cuda.Stream()
     step = world.step()
     torch.cuda.synchronize()
-    with quick():
+    with without_waiting(a):
         with torch.cuda.stream(a):
-            delay(60)
+            delay(BUSY_MS)
             world.manager.plan_for(step)
         with torch.cuda.stream(b):
             if how == "replay":
@@ -368,7 +372,7 @@ def test_a_capture_on_a_side_stream_of_a_worker_thread_is_seen_there_and_only_th
 
     thread = threading.Thread(target=capture)
     thread.start()
-    thread.join(60)
+    thread.join(EVENTUALLY_S)
     assert seen[0] > 0 and seen[1] == 0
     assert world.manager.report().pinned_bytes
     world.set_lens(world.random_lens(8))
@@ -422,7 +426,7 @@ def test_everything_works_while_another_device_is_current(style: str) -> None:
 
 @pytest.mark.parametrize("sanitize", ["off", "count"])
 def test_no_call_waits_for_the_device(sanitize: str) -> None:
-    """C30: behind 240 ms of delay, evictions and rematerialisations included."""
+    """C30: behind a second of delay, evictions and rematerialisations included."""
     world = gpu_world(sanitize=sanitize)
     world.set_lens(LENS)
     graphs = {style: world.capture(world.step(), style) for style in (BEFORE_REPLAY, IN_GRAPH)}
@@ -440,12 +444,9 @@ def test_no_call_waits_for_the_device(sanitize: str) -> None:
 
     work()
     torch.cuda.synchronize()
-    delay(480)
-    behind = torch.cuda.Event()
-    behind.record()
-    with quick(0.15):
+    delay(2 * BUSY_MS)
+    with without_waiting(torch.cuda.current_stream()):
         work()
-    assert not behind.query()
     assert world.counters()["stale_detected"] == 0
 
 

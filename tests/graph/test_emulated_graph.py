@@ -26,6 +26,7 @@ from planlife.emulated_graph import unrecorded, watch_current_capture
 from planlife.testing import EmulatedGraph, EmulatedStream, current_capture_id, current_stream, launch, record
 from planlife.testing.graph_scenarios import REFUSED, REFUSED_ON_CPU, SCENARIOS, Scenario
 from tests.child_process import run_python
+from tests.eventually import EVENTUALLY_S
 
 MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 ALL_REFUSED = REFUSED | REFUSED_ON_CPU
@@ -414,7 +415,7 @@ def test_capture_ids_are_unique_and_seen_by_the_recording_thread_only() -> None:
 def test_two_threads_record_at_once_each_its_own_ops() -> None:
     x = [torch.zeros(1), torch.zeros(1)]
     graphs = [EmulatedGraph(), EmulatedGraph()]
-    both_record = threading.Barrier(2, timeout=10)
+    both_record = threading.Barrier(2, timeout=EVENTUALLY_S)
 
     def work(index: int) -> None:
         with record(graphs[index]):

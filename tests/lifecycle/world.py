@@ -22,6 +22,7 @@ from planlife.backends.torch_backend import TorchBackend
 from planlife.emulated_graph import current_stream
 from planlife.testing import LAYOUTS, EmulatedGraph, EmulatedStream, lay_out, record, reference_decode, row_errors
 from planlife.torch_device import CpuDevice, resolve_device
+from tests.eventually import EVENTUALLY_S
 
 DEVICE = "cpu"  #: where worlds are made that are not told
 NUM_PAGES, PAGE, MAX_PAGES = 160, 16, 40
@@ -328,7 +329,7 @@ class World:
     def elsewhere(self, work: Callable[[], Result]) -> Result:
         """What `work` returns on a thread of its own, which records nothing; its exception is raised here."""
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(work).result(timeout=30)
+            return thread.submit(work).result(timeout=EVENTUALLY_S)
 
     def counters(self) -> dict[str, int]:
         return counters_of(self.manager)

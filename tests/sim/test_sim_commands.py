@@ -20,6 +20,7 @@ from click.testing import CliRunner, Result
 from planlife import CapacityLadder, PlanManager, PlanSpec
 from planlife.commands import planlife as command
 from planlife.step_log import StepLogWriter, stream_step_log
+from tests.eventually import EVENTUALLY_S
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 AZURE = str(DATA / "azure_conversation_excerpt.csv")
@@ -147,7 +148,7 @@ def test_sites_may_come_from_a_file(tmp_path):
 
 def test_the_commands_on_the_page_about_operating_are_commands():
     """Their options exist and take these values; of the traces they name only the first is part of the project."""
-    text = (DATA.parents[1] / "docs" / "operating.md").read_text()
+    text = (DATA.parents[1] / "docs" / "operating.md").read_text("utf-8")
     commands = re.findall(r"^planlife (.+)$", "".join(re.findall(r"^```sh\n(.*?)^```$", text, re.M | re.S)), re.M)
     assert len(commands) == 5
     assert "--trace planlife/demo/sample_trace.csv " in commands[0]
@@ -362,7 +363,7 @@ def test_a_live_report_is_shown_as_it_was(tmp_path):
 )
 def test_a_broken_report_is_one_line_that_names_the_field(tmp_path, change, message):
     path, manager = live_report(tmp_path)
-    path.write_text(change(json.loads(path.read_text())))
+    path.write_text(change(json.loads(path.read_text("utf-8"))))
     line = refused("report", str(path))
     assert re.search(message, line)
     assert "report.json" in line
@@ -451,5 +452,9 @@ def planlife_in_a_process(*arguments: str) -> subprocess.CompletedProcess[bytes]
     """In a terminal that knows ASCII only, 40 columns wide."""
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "40", "PYTHONUTF8": "0"}
     return subprocess.run(
-        [sys.executable, "-m", "planlife", *arguments], capture_output=True, env=environment, timeout=120, check=False
+        [sys.executable, "-m", "planlife", *arguments],
+        capture_output=True,
+        env=environment,
+        timeout=EVENTUALLY_S,
+        check=False,
     )

@@ -7,14 +7,16 @@ import pickle
 import random
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
 from planlife import BudgetError, CapacityLadder, ConfigError, PlanManager, PlanSpec, RouteError, Step
 from planlife.device import block_bytes
+from planlife.estimate import estimate
 from planlife.planner import plan_capacity
+from planlife.sites import Sites
 from planlife.testing import FakeBackend, FakeDevice, FakeTensor
 from tests.unit.fake_world import Captured, FakeWorld, live_lens_fallback, spec
 
@@ -118,6 +120,69 @@ def test_worst_case_bytes_is_what_a_full_warm_up_takes() -> None:
         assert estimate == worst
         manager.close()
         assert device.live_bytes == 0
+
+
+class TakesMostInTheMiddle(FakeBackend):
+    """Table sets, or their scratch, of some row counts take far more than those of more rows, and are used whole."""
+
+    def __init__(self, *, tables: Mapping[int, int], scratch: Mapping[int, int], max_plan_rows: int | None) -> None:
+        super().__init__(max_plan_rows)
+        self._more = {"tables": tables, "scratch": scratch}
+
+    def table_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
+        return super().table_bytes(spec, plan_rows, num_compute_units) + self._more["tables"].get(plan_rows, 0)
+
+    def scratch_bytes(self, spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
+        return super().scratch_bytes(spec, plan_rows, num_compute_units) + self._more["scratch"].get(plan_rows, 0)
+
+    def make_tables(self, spec: PlanSpec, plan_rows: int, num_compute_units: int, buffer: Any) -> Any:
+        assert len(buffer) >= self.table_bytes(spec, plan_rows, num_compute_units)
+        return super().make_tables(spec, plan_rows, num_compute_units, buffer)
+
+    def decode(self, tables: Any, scratch: Any, *call: Any) -> None:
+        assert len(scratch) >= self.scratch_bytes(tables.spec, tables.plan_rows, tables.num_compute_units)
+        super().decode(tables, scratch, *call)
+
+
+@pytest.mark.parametrize("max_plan_rows", [None, 3], ids=["one table set", "segments"])
+@pytest.mark.parametrize("most_at", [1, 2, 3])
+@pytest.mark.parametrize("what", ["tables", "scratch"])
+def test_bytes_are_those_of_the_class_that_takes_most_not_of_the_top_one(
+    what: str, most_at: int, max_plan_rows: int | None
+) -> None:
+    """C100: held against what a full warm-up takes, and against the least budget that serves every class."""
+
+    def backend() -> FakeBackend:
+        more: dict[str, Mapping[int, int]] = {"tables": {}, "scratch": {}, what: {most_at: 5 << 20}}
+        return TakesMostInTheMiddle(**more, max_plan_rows=max_plan_rows)
+
+    ladder = CapacityLadder([1, 2, 3, 7])
+    options: dict[str, Any] = {
+        "sites": {"a": spec(), "b": spec(lane="b")},
+        "ladder": {"a": ladder, "b": CapacityLadder([7])},
+        "ubatches": 2,
+    }
+    world = FakeWorld(**options, backend=backend())
+    worst_bytes, least_bytes = world.manager.worst_case_bytes(), world.manager.min_budget_bytes()
+    world.warm()
+    assert world.device.live_bytes == world.device.high_water_bytes == worst_bytes
+    report = world.manager.report()
+    num_bytes = {(line.site, line.class_rows): line.num_bytes for line in report.plans}
+    arenas = {line.lane: line.num_bytes for line in report.arenas}
+    assert least_bytes == max(plan + arenas["main" if site == "a" else "b"] for (site, _), plan in num_bytes.items())
+
+    parts = estimate(Sites(options["sites"], options["ladder"]), ubatches=2, backend=backend(), num_compute_units=8)
+    assert (parts.worst_case_bytes, parts.min_budget_bytes) == (worst_bytes, least_bytes)
+    assert {(one.site, one.class_rows): one.plan_bytes for one in parts.classes} == num_bytes
+    assert {one.lane: one.arena_bytes for one in parts.lanes} == arenas
+
+    with pytest.raises(BudgetError, match="min_budget_bytes"):
+        FakeWorld(**options, backend=backend(), budget_bytes=least_bytes - 1)
+    least = FakeWorld(**options, backend=backend(), budget_bytes=least_bytes)
+    least.warm()
+    for site, rows in (("a", 7), ("a", 1), ("b", 7), ("a", 2), ("a", 3), ("b", 1)):
+        assert least.run([rows] * rows, site=site) == [rows] * rows
+        least.assert_bytes_add_up()
 
 
 def test_a_site_that_the_backend_refuses_takes_no_part_of_the_worst_case() -> None:

@@ -14,6 +14,7 @@ import pytest
 from planlife import CapacityLadder, ClosedError, MintError, PlanManager, RouteError, StalePlanError, Step
 from planlife.events import KINDS
 from planlife.testing import FakeBackend, FakeDevice, FakeTensor
+from tests.eventually import EVENTUALLY_S
 from tests.unit.fake_world import POISON, Captured, FakeWorld, live_lens_fallback, spec
 
 
@@ -152,7 +153,7 @@ def test_a_hook_may_call_the_manager_from_its_own_and_from_another_thread() -> N
         use_it()
         other = threading.Thread(target=use_it, daemon=True)
         other.start()
-        other.join(5)
+        other.join(EVENTUALLY_S)
         if other.is_alive():
             stuck.append(event.kind)
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planlife.errors import ConfigError
 from planlife.planner import TILE_TOKENS, plan_capacity, plan_tables
 
-VECTORS = json.loads((Path(__file__).parents[1] / "data" / "planner_vectors.json").read_text())
+VECTORS = json.loads((Path(__file__).parents[1] / "data" / "planner_vectors.json").read_text("utf-8"))
 PLAN_KEYS = ("num_kv_heads", "num_cu", "max_partitions", "workgroup_budget", "sliding_window", "query_length")
 
 
@@ -55,7 +55,7 @@ def plan_arguments(draw):
     }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan_arguments())
 def test_every_tile_that_a_query_sees_is_in_exactly_one_record_of_its_row(arguments):
     lens, options = arguments
@@ -70,7 +70,7 @@ def test_every_tile_that_a_query_sees_is_in_exactly_one_record_of_its_row(argume
         assert all(record[0] == row and record[3] == length for record in records)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan_arguments())
 def test_slots_are_packed_by_row_and_zero_behind_the_last_task(arguments):
     lens, options = arguments
@@ -88,7 +88,7 @@ def test_slots_are_packed_by_row_and_zero_behind_the_last_task(arguments):
     assert work_info[next_slot:] == [[0, 0, 0, 0]] * (capacity - next_slot)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan_arguments(), st.integers(1, 6))
 def test_without_a_window_the_query_length_changes_nothing(arguments, query_length):
     lens, options = arguments
@@ -101,7 +101,7 @@ def test_with_a_window_the_query_length_matters():
     assert plan_tables([512], **options) != plan_tables([512], **options, query_length=2)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     lens=st.lists(st.integers(0, 3000) | st.integers(0, 2**31 - 1), min_size=1, max_size=8),
     bound=st.integers(1, 2000),
@@ -125,7 +125,7 @@ def test_the_tiles_of_a_row_past_the_bound_hold_all_that_its_query_tokens_see_wi
                 assert records[0][1] * 256 <= begin and end <= records[-1][2] * 256
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(0, 30_000), min_size=1, max_size=20), st.integers(1, 20))
 def test_empty_rows_behind_change_no_integer_of_the_real_rows(lens, num_empty):
     options = {"num_kv_heads": 1, "num_cu": 50, "workgroup_budget": 50}  # the same capacity with and without them

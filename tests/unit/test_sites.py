@@ -62,7 +62,7 @@ def test_a_byte_order_mark_is_accepted(tmp_path):
         (b'{"a": \xff}', ["UTF-8", "byte 6"]),
         (b'{"a": {"head_dim": NaN}}', ["NaN is no JSON number"]),
         (b'{"a": {}, "a": {}}', ["'a' comes twice"]),
-        (b'{"a": ' + b"9" * 5000 + b"}", ["4300 digits"]),
+        (b'{"a": ' + b"9" * 5000 + b"}", ["sites.json", "4300"]),  # Python words it
         (b"[" * 100_000, ["recursion"]),
         ([GOOD], ["wanted an object of sites by name", "got a list"]),
         ({}, ["got an empty object"]),
@@ -110,6 +110,6 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(name, tmp_path):
 
 
 def test_the_example_on_the_page_about_the_doctor_is_one(tmp_path):
-    page = (Path(__file__).resolve().parents[2] / "docs" / "doctor.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "doctor.md").read_text("utf-8")
     (example,) = re.findall(r"^```json\n(.*?)^```$", page, re.M | re.S)
     assert read_sites(written(tmp_path, example.encode())).specs.keys() == {"dense", "draft"}

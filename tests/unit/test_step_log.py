@@ -18,6 +18,7 @@ from planlife.errors import ConfigError
 from planlife.step_log import MAX_BLOCK_STEPS, StepLogWriter, is_step_log, stream_step_log
 from planlife.trace import TraceError
 from planlife.trace_file import TraceFile
+from tests.eventually import EVENTUALLY_S
 
 from .fake_world import FakeWorld, Owner, spec
 
@@ -56,10 +57,10 @@ def test_a_log_of_one_site_and_ubatch_has_two_columns_and_copies_block_by_block(
     with StepLogWriter(tmp_path / "a") as writer:
         writer.add(0, 3)
         writer.add(5, 0)
-    assert (tmp_path / "a").read_text() == GOOD
+    assert (tmp_path / "a").read_text("utf-8") == GOOD
     with StepLogWriter(tmp_path / "b") as writer:
         writer.add_blocks(stream_step_log(tmp_path / "a"))
-    assert (tmp_path / "b").read_text() == GOOD
+    assert (tmp_path / "b").read_text("utf-8") == GOOD
 
 
 def test_a_byte_order_mark_crlf_and_blank_lines_are_read(tmp_path):
@@ -271,7 +272,7 @@ def test_steps_of_two_threads_are_noted_in_the_order_of_their_times(tmp_path, mo
         return drawn
 
     def second() -> None:
-        is_first_waiting.wait(10)
+        is_first_waiting.wait(EVENTUALLY_S)
         world.manager.plan_for(steps[1])
         is_second_done.set()
 
@@ -317,4 +318,4 @@ def test_a_manager_that_is_off_or_has_two_sites_is_recorded_too(tmp_path):
     with record(off.manager, tmp_path / "off"):
         off.manager.plan_for(Step(off.lens[0][:4], owner=1))
     assert [rows for _, rows, _, _ in steps_of(tmp_path / "off")] == [4]
-    assert json.loads((tmp_path / "off").read_text())["planlife_steps"] == 1
+    assert json.loads((tmp_path / "off").read_text("utf-8"))["planlife_steps"] == 1

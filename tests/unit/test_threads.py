@@ -12,6 +12,7 @@ import pytest
 
 from planlife import Step
 from planlife.testing import FakeDevice, FakeTensor
+from tests.eventually import EVENTUALLY_S
 from tests.unit.fake_world import FakeWorld, Owner, spec
 
 NUM_STEPS = 10_000
@@ -45,7 +46,7 @@ def run_threads(*targets: Callable[[], None]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(EVENTUALLY_S)
     assert not any(thread.is_alive() for thread in threads), "a thread is stuck"
     if errors:
         raise errors[0]
@@ -116,7 +117,9 @@ def test_a_third_thread_may_evict_at_any_time() -> None:
     done = threading.Event()
 
     def trim() -> None:
-        while not done.is_set():
+        is_last = False
+        while not is_last:
+            is_last = done.is_set()  # once more after that: there is something to evict then
             world.manager.trim(0)
 
     def serve_both() -> None:
@@ -154,7 +157,7 @@ def test_a_refresh_waits_for_a_decode_of_the_same_plan_to_be_launched() -> None:
 
     world.backend.decode = decode  # type: ignore[method-assign]
     assert world.decode(plan) == [3, 3]
-    other.join(10)
+    other.join(EVENTUALLY_S)
     world.backend.decode = real_decode  # type: ignore[method-assign]
     assert world.counters["refreshes"] == 2  # positive control: the other one did come through
     assert world.decode(plan) == [3, 3]
@@ -178,7 +181,7 @@ def test_a_mark_is_set_by_the_thread_whose_refresh_was_last() -> None:
 
     world.backend.refresh = refresh  # type: ignore[method-assign]
     plans[3] = world.manager.plan_for(Step(first, owner=first))
-    other.join(10)
+    other.join(EVENTUALLY_S)
     for length, plan in sorted(plans.items()):
         assert world.decode(plan) == [length] * 2
 
@@ -196,7 +199,7 @@ def test_threads_that_mint_the_same_class_mint_it_once() -> None:
     gate = threading.Barrier(4)
 
     def mint() -> None:
-        gate.wait(10)
+        gate.wait(EVENTUALLY_S)
         lens = FakeTensor(8, values=[3] * 8)
         world.manager.plan_for(Step(lens, owner=lens))
 

@@ -53,7 +53,7 @@ def test_the_mooncake_trace_reads():
 def test_the_json_lines_original_reads_like_its_csv(tmp_path):
     csv = DATA / "mooncake_conversation_excerpt.csv"
     lines = []
-    for row in csv.read_text().splitlines()[1:]:
+    for row in csv.read_text("utf-8").splitlines()[1:]:
         timestamp, input_length, output_length = map(int, row.split(","))
         lines.append(
             json.dumps(
@@ -277,7 +277,7 @@ def test_a_file_without_line_ends_is_refused_before_it_is_read_whole(tmp_path):
 
 def test_the_shipped_sample_is_what_its_script_writes(monkeypatch, tmp_path):
     namespace: dict[str, object] = {"__name__": "make_sample_trace", "__file__": str(REPOSITORY / "scripts" / "x")}
-    exec((REPOSITORY / "scripts" / "make_sample_trace.py").read_text(), namespace)
+    exec((REPOSITORY / "scripts" / "make_sample_trace.py").read_text("utf-8"), namespace)
     shipped = REPOSITORY / "planlife" / "demo" / "sample_trace.csv"
     namespace["SAMPLE"] = tmp_path / "again.csv"
     namespace["main"]()
