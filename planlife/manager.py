@@ -409,12 +409,13 @@ class PlanManager(Singular):
         plan: what plan_for returned for this step. output, query: [R * query_length, num_q_heads, head_dim] on the
         device, R from the plan's rows to its class; rows beyond the plan's give exact zeros. key_cache, value_cache:
         as the site's kv_layout says. block_tables: int32[>= rows, max_pages]; entries of empty rows and past a row's
-        pages may be anything. softmax_scale: finite, positive. key_scale, value_scale: FP8 caches only, both
-        None is 1.0 where there is one per tensor; a number, float32[1] or [], or per_token
-        float32[pages, num_kv_heads, page_size] or [..., 1], which may hold anything where no row's token is. sinks:
-        float[num_q_heads], a logit per head that every query token sees, with value 0. lse: float32[R * query_length, num_q_heads], contiguous, or None: filled with the natural log of the
-        softmax's denominator over the scaled logits that each query token attended, the sink's among them, for
-        `planlife.merge`, of whose two partials one may carry the sinks; -inf where nothing was attended.
+        pages may be anything. softmax_scale: finite, positive. key_scale, value_scale: FP8 caches only, both None is
+        1.0 where there is one per tensor; a number, float32[1] or [], or per_token float32[pages, num_kv_heads,
+        page_size] or [..., 1], which may hold anything where no row's token is. sinks: float[num_q_heads], a logit per
+        head that every query token sees, with value 0. lse: float32[R * query_length, num_q_heads], contiguous, or
+        None: filled with the natural log of the softmax's denominator over the scaled logits that each query token
+        attended, the sink's among them, for `planlife.merge`, of whose two partials one may carry the sinks; -inf where
+        nothing was attended.
         sliding_window: the layer's own, in any form that PlanSpec takes, which must be its site's; None is not checked,
         so a layer without a window passes 0 or -1. unserved: names of `planlife.unserved.UNSERVED`, which engines may
         pass through: other than neutral values are refused. Returns output.
