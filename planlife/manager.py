@@ -414,7 +414,8 @@ class PlanManager:
         device, R from the plan's rows to its class; rows beyond the plan's give exact zeros. key_cache, value_cache:
         as the site's kv_layout says. block_tables: int32[>= rows, max_pages]; entries of empty rows and past a row's
         pages may be anything. softmax_scale: finite, positive. key_scale, value_scale: FP8 caches only, both
-        None is 1.0 where there is one per tensor; a number, float32[1] or [], or per_token float32[pages, num_kv_heads, page_size] or [..., 1], which may hold
+        None is 1.0 where there is one per tensor; a number, float32[1] or [], or per_token float32[pages,
+        num_kv_heads, page_size] or [..., 1], which may hold
         anything where no row's token is. sinks: float[num_q_heads], a logit per head that every query token sees, with
         value 0. lse: float32[R * query_length, num_q_heads], contiguous, or None: filled with the natural log of the
         softmax's denominator over the scaled logits that each query token attended, the sink's among them, for
