@@ -102,7 +102,9 @@ class AiterBackend:
         refusal = None if reasons else self._ask_library(spec, device, architecture)
         uncompiled = refuse_compile(self._library, spec, architecture, device.num_compute_units)
         if refusal == "":
-            return tuple(uncompiled)
+            # There its schedule itself counts, and a predicate has asked it.
+            is_counted = architecture == "gfx1250" and self._library.can_use is not None
+            return () if is_counted else tuple(uncompiled)
         known = [*explain_refusal(self._library, spec, architecture, torch.device(device.name)), *uncompiled]
         return [*reasons, *known] if known or not refusal else [refusal]
 

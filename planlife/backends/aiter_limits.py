@@ -32,8 +32,6 @@ WIDE_CACHE_BYTES = (2**31, 2**32)
 
 def refuse_compile(library: AiterLibrary, spec: PlanSpec, architecture: str, num_compute_units: int) -> list[str]:
     """What aiter's host checks let pass, and its compiler does not."""
-    if architecture == "gfx1250" and library.can_use is not None:
-        return []  # there its schedule looks at local memory, and is asked
     has_text = library.has_text_of_gfx1250
     return refuse_tile(spec, architecture, has_text_of_gfx1250=has_text, num_compute_units=num_compute_units)
 

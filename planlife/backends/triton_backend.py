@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..ambient import plain
 from ..kernels.triton_decode import compile_decode, decode_into
 from ..kernels.triton_planner import (
     IS_INTERPRETED,
@@ -138,6 +139,7 @@ class TritonBackend:
         tables.sanitizer.compare(context_lens if num_rows else tables.staged_lens, num_rows, flags, max_tokens)
 
 
+@plain
 def _refuse_device(name: str) -> list[str]:
     """Why Triton, as it was imported, runs nothing on this device."""
     if IS_MIXED:

@@ -329,7 +329,7 @@ def test_a_replay_whose_lengths_nobody_planned_is_refused_and_would_be_wrong() -
             graph = graphs[4]
             model.lens["attn"].copy_(torch.tensor([300, 301, 302, 303]))
             with pytest.raises(StalePlanError):
-                manager.replay(graph, *model.steps(4).values())
+                manager.guard(graph, *model.steps(4).values())
             graph.replay()
             with pytest.raises(AssertionError, match="attn"):
                 model.check(4)

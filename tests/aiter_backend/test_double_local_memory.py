@@ -120,7 +120,7 @@ def test_a_site_whose_tile_does_not_fit_is_refused_when_the_manager_is_made_and_
             PlanManager(spec, **options)
         with PlanManager(spec, fallback="torch", **options) as manager:
             assert manager.plan_for(Step(torch.ones(1, dtype=torch.int32))).route == "fallback"
-    with aiter_machine(arch, generation=generation, device_type="meta"):
+    with aiter_machine(arch, generation=generation, device_type="meta", num_cu=256):
         device = FakeDevice("meta", 256)
         with PlanManager(spec, ladder=CapacityLadder([1]), device=device) as manager:
             assert manager.report().backend != "aiter"
