@@ -65,7 +65,8 @@ class PlanManager(Singular):
     (output, query, key_cache, value_cache, block_tables, context_lens, softmax_scale, *, spec, key_scale, value_scale,
     sinks), which also gets lse= where a call asks for it, and then writes all of it. on_miss: what a class that was
     never minted does outside a capture phase: "fallback", "raise" or "mint".
-    sanitize: "off", "count" or "raise": compare the tables with the lengths at every decode, also inside graphs.
+    sanitize: "off", "count" or "raise": compare the tables with the lengths at every decode, also inside graphs, and
+    lengths with max_context_tokens and the block tables' columns.
 
     Raises ConfigError where the configuration can never work (BudgetTooSmallError, which is a BudgetError too, for a
     budget_bytes that holds not even one call), BackendUnavailableError where a named backend or device is not here.
@@ -1200,8 +1201,8 @@ class PlanManager(Singular):
         graph: so an owner that lives for ever is right here. A plan_for before it is not needed, and costs nothing.
 
         Raises what guard raises, but for tables that are only stale, and StalePlanError where two steps need different
-        lengths in one table set, or with sanitize="raise" if a decode in g read stale tables. Capture: no. Syncs: no.
-        Allocates: no.
+        lengths in one table set, or with sanitize="raise" if a decode in g read stale tables or clamped a length.
+        Capture: no. Syncs: no. Allocates: no.
         """
         self._enter("replay")
         try:
@@ -1465,11 +1466,19 @@ class PlanManager(Singular):
         with self._lock:
             self._counters.lengths_clamped += clamped
             self._counters.stale_detected += stale
+        wrong = []
         if stale:
             reason = f"the sanitizer saw {stale} decode(s) whose tables were not made from the lengths in the buffer"
             self._announcer.note("stale", self._device.name, reason)
-            if may_raise and self._sanitize == "raise":
-                raise StalePlanError(f"{reason}. Call plan_for after every write to the lengths, before the replay.")
+            wrong.append(f"{reason}. Call plan_for after every write to the lengths, before the replay.")
+        if clamped:
+            wrong.append(
+                f"the sanitizer saw {clamped} length(s) above max_context_tokens, or above what the block tables have "
+                "columns for: what is behind that was left out. Raise max_context_tokens, pass wider block tables, or "
+                "pass Step(max_tokens=), which is checked before a launch."
+            )
+        if wrong and may_raise and self._sanitize == "raise":
+            raise StalePlanError(" ".join(wrong))
 
     def _stale(self, message: str, error: type[StalePlanError] = StalePlanError) -> StalePlanError:
         stale = error(message)

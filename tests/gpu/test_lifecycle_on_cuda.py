@@ -15,6 +15,7 @@ from ..lifecycle.test_drafts import *  # noqa: F403
 from ..lifecycle.test_dummies import *  # noqa: F403
 from ..lifecycle.test_guard import *  # noqa: F403
 from ..lifecycle.test_handed_over import *  # noqa: F403
+from ..lifecycle.test_lengths_past_what_was_said import *  # noqa: F403
 from ..lifecycle.test_memory_and_values import *  # noqa: F403
 from ..lifecycle.test_past_the_bound import *  # noqa: F403
 from ..lifecycle.test_past_the_bound import SITES, site
