@@ -32,6 +32,7 @@ from .diagnosis import Choice, Diagnosis, Gpu, SiteAnswer, Software, Verdict
 from .errors import BackendUnavailableError, ConfigError, PlanlifeError
 from .estimate import estimate
 from .ladder import CapacityLadder
+from .route import route_of_site
 from .sites import Sites
 from .spec import INT32_MAX, PlanSpec, check_int
 from .visibility import read_visibility
@@ -400,7 +401,7 @@ class _Examination:
                 error = f"raises {BackendUnavailableError.__name__}: {missing[0]} cannot be used here"
             elif lost:
                 error = f"raises {ConfigError.__name__}: fallback {fallback} cannot serve {', '.join(lost)}"
-            elif refused and fallback is None:
+            elif route_of_site(refused, has_fallback=fallback is not None) == "refused":
                 error = f"raises {ConfigError.__name__}: {name} cannot serve {', '.join(refused)}, without a fallback"
             choices.append(Choice(asked, None if error else name, error, () if error else refused))
         return tuple(choices)
@@ -417,7 +418,8 @@ class _Examination:
             against_fallback = _reasons(one.fallbacks, fallback) if fallback else ()
             if against_fallback:
                 self._refused.append(f"site {one.site}: fallback {fallback}: {'; '.join(against_fallback)}")
-            if against and (backend != "auto" or fallback is None):
+            has_fallback = backend == "auto" and fallback is not None
+            if route_of_site(against, has_fallback=has_fallback) == "refused":
                 self._refused.append(f"site {one.site}: backend {chosen or backend}: {'; '.join(against)}")
 
 

@@ -43,7 +43,7 @@ from .ladder import CapacityLadder
 from .plan import EMPTY, Arena, Mark, OffPlan, Pair, Plan, Segment, StepPlan, Tables, describe_owner
 from .report import ArenaLine, Counters, MemoryReport, PlanLine, SiteLine
 from .residency import CompileError, NoRoomError, Residency
-from .route import Decision, Rules, Why, decide, no_room_answer
+from .route import Decision, Rules, Why, decide, no_room_answer, route_of_site
 from .sizing import Sizing
 from .slot import Answers, Slot
 from .spec import PlanSpec, Step, check_int
@@ -225,12 +225,13 @@ class PlanManager(Singular):
         if not self._enabled:
             return ""
         reasons = self._backend.refuse_spec(spec, self._device)
-        if not reasons:
+        route = route_of_site(reasons, has_fallback=self._fallback is not None)
+        if route == "planned":
             return ""
         refusal = f"backend {self._backend.name} cannot serve site {site!r} on {self._device.name}: " + "; ".join(
             reasons
         )
-        if self._fallback is None:
+        if route == "refused":
             raise ConfigError(f"{refusal}. No fallback is configured: pass fallback=, or change the site.")
         return refusal
 

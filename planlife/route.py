@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from .backends.base import Backend
@@ -58,6 +58,11 @@ class Decision(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.route} ({self.reason})" if self.reason else self.route
+
+
+def route_of_site(refusals: Collection[str], *, has_fallback: bool) -> str:
+    """Whose a site's steps are: "planned", by the backend; "fallback", where that refuses the site; else "refused"."""
+    return "planned" if not refusals else "fallback" if has_fallback else "refused"
 
 
 def decide(
