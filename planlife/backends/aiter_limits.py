@@ -127,7 +127,8 @@ def most_reducer_rows(spec: PlanSpec, num_compute_units: int, at_most: int = MAX
 def _reducer_indices(spec: PlanSpec, plan_rows: int, num_compute_units: int) -> int:
     """The largest number that the planned reducer has in an int32: an offset, or a stride that it is given.
 
-    Up to 64 partitions it finds a row's partial outputs by 64-bit addresses, where strides and a row's bytes fit 32.
+    Up to 64 partitions it finds a row's partial outputs by 64-bit addresses; the stride of a head has 32 bits all the
+    same, and so has the size of a row's.
     """
     heads, rows, dim = spec.num_kv_heads, spec.query_rows_per_kv_head, spec.head_dim
     partitions = num_compute_units if spec.max_partitions is None else spec.max_partitions
@@ -136,7 +137,7 @@ def _reducer_indices(spec: PlanSpec, plan_rows: int, num_compute_units: int) -> 
         partitions = min(partitions, window_tiles(spec))
     of_a_head = capacity * rows * dim
     row_bytes = partitions * rows * dim * DTYPE_BYTES[spec.q_dtype]
-    has_wide_addresses = partitions <= 64 and of_a_head <= INT32_MAX and row_bytes <= INT32_MAX
+    has_wide_addresses = partitions <= 64 and row_bytes <= INT32_MAX
     statistics, outputs = heads * capacity * rows - 1, max(heads * of_a_head - 1, of_a_head)
     written = plan_rows * heads * rows * dim - 1
     return max(statistics, of_a_head if has_wide_addresses else outputs, written)

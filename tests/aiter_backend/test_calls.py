@@ -434,7 +434,9 @@ def test_a_class_is_refused_exactly_where_the_reducers_32_bits_end(spec, rows, m
     aiter_limits.check_reducer(few, 1024, 256)
     assert aiter_limits.most_reducer_rows(few, 256) == 2047
     # And so it has for a window of few tiles.
-    aiter_limits.check_reducer(replace(spec, sliding_window=4096, workgroup_budget=131_071), 1024, 256)
+    more_heads = replace(spec, num_q_heads=64, num_kv_heads=4, workgroup_budget=160_000)
+    assert aiter_limits.most_reducer_rows(more_heads, 256) == 128
+    aiter_limits.check_reducer(replace(more_heads, sliding_window=4096), 1024, 256)
     # The output is indexed as a whole.
     wide = replace(few, num_q_heads=128 * 16, num_kv_heads=128, max_partitions=1, workgroup_budget=1, head_dim=1024)
     assert aiter_limits.most_reducer_rows(wide, 256) == 2**31 // (128 * 64 * 1024)
