@@ -327,13 +327,13 @@ def test_every_reason_of_a_fallback_has_one_row() -> None:
     assert set(rows) - {found[0] for found in matched.values()} == {"evicted by another thread"}
 
 
-@pytest.mark.parametrize(("letter", "last"), [("R", 48), ("C", 84)])
+@pytest.mark.parametrize(("letter", "last"), [("R", 48), ("C", 111)])
 def test_every_requirement_and_case_has_one_row(letter: str, last: int) -> None:
-    rows = re.findall(rf"^\| ({letter}\d\d?) \|.*\|$", (DOCS / "requirements.md").read_text("utf-8"), re.M)
+    rows = re.findall(rf"^\| ({letter}\d+) \|.*\|$", (DOCS / "requirements.md").read_text("utf-8"), re.M)
     digits = 1 if letter == "R" else 2
     assert rows == [f"{letter}{number:0{digits}}" for number in range(1, last + 1)]
 
 
 def test_a_row_names_a_test_or_says_what_is_missing() -> None:
-    rows = re.findall(r"^\| [RC]\d\d? \|.*\|$", (DOCS / "requirements.md").read_text("utf-8"), re.M)
+    rows = re.findall(r"^\| [RC]\d+ \|.*\|$", (DOCS / "requirements.md").read_text("utf-8"), re.M)
     assert [row for row in rows if ".py::" not in row and "not yet" not in row] == []
