@@ -14,6 +14,7 @@ import pytest
 
 from planlife import CapacityLadder, ConfigError, PlanManager
 from planlife.backends.aiter_backend import AiterBackend
+from planlife.backends.aiter_plan import is_unsafe_with_plain_v
 from planlife.spec import FP8_DTYPES
 from planlife.testing import DecodeCase, DecodeInputs, decode_cases, row_errors
 from planlife.testing.aiter_double import OPTIONAL
@@ -128,6 +129,10 @@ def test_a_case_of_the_table_is_right_or_refused_with_the_reason(machine: Any) -
         served = served_here(CASES)
         assert len(served) >= 4
         for case in CASES:
+            if case in served and is_reported_to_fault(case, machine[0]):
+                with pytest.raises(ConfigError, match="page fault"):
+                    decode_right(case)
+                continue
             if case in served:
                 decode_right(case)
                 continue
@@ -140,6 +145,10 @@ def test_a_case_of_the_table_is_right_or_refused_with_the_reason(machine: Any) -
                 PlanManager(case.spec(), ladder=CapacityLadder([4]), device="cpu", backend="aiter")
             assert all(reason in str(caught.value) for reason in reasons)
         assert double.violations == []
+
+
+def is_reported_to_fault(case: DecodeCase, architecture: str) -> bool:
+    return case.layout == "packed, plain V" and is_unsafe_with_plain_v(case.spec(), architecture)
 
 
 def decode_right(case: DecodeCase) -> None:
@@ -193,6 +202,8 @@ def test_other_generations_are_as_exact(case: DecodeCase, generation: str, optio
 
 @pytest.mark.parametrize("case", [case for case in NEAREST if case.kv_dtype == "float8_e4m3fn"][::2], ids=str)
 def test_the_newest_gpu_is_as_exact(case: DecodeCase) -> None:
+    if is_reported_to_fault(case, "gfx1250"):
+        case = replace(case, layout="packed")
     with machine_of("gfx1250", "newer", OPTIONAL) as double:
         decode_right(case)
         assert double.violations == []
