@@ -1171,8 +1171,9 @@ class PlanManager(Singular):
             with plan.lock:
                 tables = one.tables
                 if not record.refreshes_itself(one.read):
-                    if tables.mark is not None and record.capture_id not in tables.mark.consumers:
-                        tables.mark.consumers += (record.capture_id,)
+                    mark = None if one.given.is_dummy else tables.mark
+                    if mark is not None and record.capture_id not in mark.consumers:
+                        mark.consumers += (record.capture_id,)
                 elif refreshes[plan] == 1 and not one.given.is_dummy:
                     tables.set_mark(one.given.mark(record.capture_id, 0))
                 else:
