@@ -43,7 +43,7 @@ from .ladder import CapacityLadder
 from .plan import EMPTY, Arena, Mark, OffPlan, Pair, Plan, Segment, StepPlan, Tables, describe_owner
 from .report import ArenaLine, Counters, MemoryReport, PlanLine, SiteLine
 from .residency import CompileError, NoRoomError, Residency
-from .route import Decision, Rules, Why, decide, no_room_answer, route_of_site
+from .route import Decision, Rules, Why, decide, route_of_site, why_without_room
 from .sizing import Sizing
 from .slot import Answers, Slot
 from .spec import PlanSpec, Step, check_int
@@ -504,7 +504,7 @@ class PlanManager(Singular):
             if step.dummy or rows == 0:
                 decision = self._decide(slot, step, rows, recording=bool(capture_id))
                 if decision.error is not None:
-                    raise self._announcer.refuse(decision.error)
+                    raise self._announcer.refuse(decision.error())
                 mark.retire()  # no tables hold a dummy's lengths: its owner need not be held
                 return StepPlan(slot, "dummy", decision.reason, rows, mark, None, False)
             answers = self._answers[(slot.site, slot.ubatch)]
@@ -985,7 +985,7 @@ class PlanManager(Singular):
         self._check_open("plan_for")  # again, under the lock: what is allocated after close() nobody gives back
         decision = self._decide(slot, step, mark.rows, recording=bool(mark.capture_id))
         if decision.error is not None:
-            raise self._announcer.refuse(decision.error)
+            raise self._announcer.refuse(decision.error())
         self._residency.num_calls += decision.why is None or not decision.why.is_final
         if decision.why is not None:
             return decision.why
@@ -1006,8 +1006,8 @@ class PlanManager(Singular):
         except CompileError as error:
             return Why("refused class", self._refuse_class(plan, error))
         except NoRoomError as error:
-            why, refusal = no_room_answer(error, self._rules.on_miss, in_phase=bool(self._num_phases))
-            if refusal is not None:
+            why = why_without_room(error.code, str(error), self._rules.on_miss, in_phase=bool(self._num_phases))
+            if why is None:
                 raise
             return why
         return None

@@ -73,7 +73,7 @@ class Residency:
         need_bytes = sum(item.num_bytes for item in items)
         victims = self.store.choose_victims(need_bytes, keep=(plan, arena))
         if victims is None:
-            raise self._no_room(names, need_bytes)
+            raise NoRoomError(*self._no_room(names, need_bytes))
         is_new = plan.state is State.ABSENT
         order = list(self.store)
         tombstone = self.tombstone(f"evicted to make room for {plan} ({for_whom})")
@@ -113,16 +113,19 @@ class Residency:
         if is_new:
             self._count_mint(plan)
 
-    def why_no_room(self, plan: Plan, arena: Arena) -> NoRoomError | None:
-        """What `materialise` would raise for want of room in the budget, None where there is some. Changes nothing."""
+    def why_no_room(self, plan: Plan, arena: Arena) -> tuple[str, str] | None:
+        """Of what `materialise` would raise for want of room in the budget, code and message; None where there is some.
+
+        Changes nothing.
+        """
         items = _missing(plan, arena)
         need_bytes = sum(item.num_bytes for item in items)
         if self.store.has_room(need_bytes, keep=(plan, arena)):
             return None
         return self._no_room(" and ".join(map(str, items)), need_bytes)
 
-    def _no_room(self, names: str, need_bytes: int) -> NoRoomError:
-        return NoRoomError(
+    def _no_room(self, names: str, need_bytes: int) -> tuple[str, str]:
+        return (
             "no room in the budget",
             f"no room for {names}: it needs {need_bytes:,} bytes of a {self.ledger.budget_bytes:,} byte "
             f"budget, of which {self.store.pinned_bytes:,} bytes are pinned by {self.num_pinning_graphs} "

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from .backends.base import Backend
-from .errors import BudgetError, MintError, PlanlifeError, RouteError
+from .errors import MintError, PlanlifeError, RouteError
 from .item import State
 from .plan import Plan
-from .residency import Residency
+from .residency import NoRoomError, Residency
 from .slot import Slot
 
 
@@ -42,19 +43,20 @@ class Rules(NamedTuple):
 class Decision(NamedTuple):
     """The answer for one step.
 
-    route: "planned", "fallback" or "dummy"; or "refused", where plan_for raises `error`.
+    route: "planned", "fallback" or "dummy"; or "refused", where plan_for raises what `error` makes: an exception that
+    a frame holds would keep the callers' frames alive until a garbage collection.
     plan: of the class that serves the step, of the top one where it is decoded in parts. why: off the planned route.
     """
 
     route: str
     why: Why | None = None
     plan: Plan | None = None
-    error: PlanlifeError | None = None
+    error: Callable[[], PlanlifeError] | None = None
 
     @property
     def reason(self) -> str:
         """Why it is not planned, "" if it is."""
-        return str(self.error) if self.error is not None else self.why.text if self.why is not None else ""
+        return str(self.error()) if self.error is not None else self.why.text if self.why is not None else ""
 
     def __str__(self) -> str:
         return f"{self.route} ({self.reason})" if self.reason else self.route
@@ -78,10 +80,9 @@ def decide(
     if dummy or rows == 0:
         if recording:
             return _refused(
-                RouteError(
-                    f"a dummy step of site {slot.site!r} was planned while recording: a graph would freeze its "
-                    "zeros. Capture with real rows (length 0 is fine) and replay with the dummy step."
-                )
+                RouteError,
+                f"a dummy step of site {slot.site!r} was planned while recording: a graph would freeze its "
+                "zeros. Capture with real rows (length 0 is fine) and replay with the dummy step.",
             )
         return Decision("dummy", Why("dummy", "dummy step" if dummy else "no rows"))
     why = _why_never(rules, slot, rows, context_lens)
@@ -90,23 +91,22 @@ def decide(
         plan = slot.plans[slot.ladder.class_for(min(rows, slot.ladder.max_rows))]
         if plan.is_resident and slot.arena.is_resident:
             return Decision("planned", plan=plan)
-        why, error = _why_not_now(rules, slot, plan, recording=recording, in_phase=in_phase)
-        if error is not None:
-            return _refused(error)
-    if why is None:
-        return Decision("planned", plan=plan)
+        now = _decide_now(rules, slot, plan, recording=recording, in_phase=in_phase)
+        if now.route != "fallback":
+            return now
+        why = now.why
+    assert why is not None
     if recording and not rules.has_fallback:
         return _refused(
-            MintError(
-                f"site {slot.site!r} was planned for {rows} rows while this stream records, and no plan can be had "
-                f"there: {why.text}. Warm the class in capture_phase() before recording, or configure fallback=."
-            )
+            MintError,
+            f"site {slot.site!r} was planned for {rows} rows while this stream records, and no plan can be had "
+            f"there: {why.text}. Warm the class in capture_phase() before recording, or configure fallback=.",
         )
     return Decision("fallback", why)
 
 
-def _refused(error: PlanlifeError) -> Decision:
-    return Decision("refused", error=error)
+def _refused(kind: type[PlanlifeError], *arguments: str) -> Decision:
+    return Decision("refused", error=partial(kind, *arguments))
 
 
 def _why_never(rules: Rules, slot: Slot, rows: int, context_lens: Any) -> Why | None:
@@ -122,29 +122,28 @@ def _why_never(rules: Rules, slot: Slot, rows: int, context_lens: Any) -> Why | 
     return None
 
 
-def _why_not_now(
-    rules: Rules, slot: Slot, plan: Plan, *, recording: bool, in_phase: bool
-) -> tuple[Why | None, PlanlifeError | None]:
-    """What keeps a plan that is not resident from being brought, and what is raised where nobody may fall back."""
+def _decide_now(rules: Rules, slot: Slot, plan: Plan, *, recording: bool, in_phase: bool) -> Decision:
+    """Of a step that a plan could serve, which is not resident: whether it can be brought."""
     residency = rules.residency
     if refusal := rules.refusal_of(plan):
-        return Why("refused class", refusal), None
+        return Decision("fallback", Why("refused class", refusal))
     if recording:
         text = residency.why_not_resident(plan, slot.arena)
-        return Why("not resident while recording", text), None if rules.has_fallback else MintError(text)
+        if not rules.has_fallback:
+            return _refused(MintError, text)
+        return Decision("fallback", Why("not resident while recording", text))
     if plan.state is State.ABSENT and not in_phase and rules.on_miss != "mint":
         text = f"class {plan.class_rows} of site {slot.site!r} (ubatch {slot.ubatch}) was never minted"
         if rules.on_miss == "raise":
-            return None, RouteError(f"{text}. Warm it inside capture_phase(), or choose another on_miss.")
-        return Why("never minted", f"{text}; warm it inside capture_phase()"), None
+            return _refused(RouteError, f"{text}. Warm it inside capture_phase(), or choose another on_miss.")
+        return Decision("fallback", Why("never minted", f"{text}; warm it inside capture_phase()"))
     if no_room := residency.why_no_room(plan, slot.arena):
-        return no_room_answer(no_room, rules.on_miss, in_phase=in_phase)
-    return None, None
+        why = why_without_room(*no_room, rules.on_miss, in_phase=in_phase)
+        return _refused(NoRoomError, *no_room) if why is None else Decision("fallback", why)
+    return Decision("planned", plan=plan)
 
 
-def no_room_answer(error: BudgetError, on_miss: str, *, in_phase: bool) -> tuple[Why | None, PlanlifeError | None]:
-    """The fallback takes a step for which there is no room while serving, and with on_miss="raise" nobody does."""
-    if in_phase or on_miss == "raise":
-        return None, error
-    code = getattr(error, "code", "no room in the budget")
-    return Why(code, f"{code}: {error}", may_pass=True), None
+def why_without_room(code: str, text: str, on_miss: str, *, in_phase: bool) -> Why | None:
+    """Why the fallback takes a step for which there is no room; None in a capture phase, and with on_miss="raise",
+    where nobody does."""
+    return None if in_phase or on_miss == "raise" else Why(code, f"{code}: {text}", may_pass=True)

@@ -44,16 +44,3 @@ def test_a_draft_pass_that_keeps_the_targets_plan_is_found(
 
     assert not example.main(num_steps=2)
     assert "NOT OK" in capsys.readouterr().out
-
-
-def test_a_ubatch_that_keeps_its_old_lengths_is_found(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    build, kept = example.DecodeMetadataBuilder.build_ubatch_metadata, {}
-
-    def forgetful(self: Any, ubatch: int, bs: int) -> Any:
-        if (ubatch, bs) not in kept:
-            kept[ubatch, bs] = build(self, ubatch, bs)
-        return kept[ubatch, bs]
-
-    monkeypatch.setattr(example.DecodeMetadataBuilder, "build_ubatch_metadata", forgetful)
-
-    assert not example.main(num_steps=3)

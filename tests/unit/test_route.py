@@ -79,7 +79,7 @@ def test_plan_for_does_what_was_decided_and_deciding_changes_nothing(state: str,
                 found = manager.plan_for(step).route
             except PlanlifeError as error:
                 found = type(error)
-        wanted = decision.route if decision.error is None else type(decision.error)
+        wanted = decision.route if decision.error is None else type(decision.error())
         assert found == wanted, (state, on_miss, fallback)
 
 
