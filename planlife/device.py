@@ -152,6 +152,11 @@ class Device(Protocol):
         """Write one number into all of a caller's tensor, whatever mode it was made in."""
         ...
 
+    def empty_lens(self, context_lens: Any) -> None:
+        """Write zeros into a caller's length tensor, whatever mode it was made in. Its version does not move: the
+        lengths of others in the same storage are what they were."""
+        ...
+
     def zeros_flags(self, num_words: int) -> Buffer:
         """int64[num_words] zeros on the device, outside the byte budget (the sanitizer's counters). Not while recording
         on a GPU."""

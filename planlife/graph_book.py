@@ -34,8 +34,6 @@ class GraphBook:
         self._always_read = always_read
         self._by_capture: dict[int, GraphRecord] = {}
         self._by_graph: weakref.WeakKeyDictionary[Graph, GraphRecord] = weakref.WeakKeyDictionary()
-        #: Of captures that were adopted and have touched nothing so far; each lives as long as its graph object.
-        self._adopted: weakref.WeakValueDictionary[int, GraphRecord] = weakref.WeakValueDictionary()
         self.gone = device.release_queue()  #: capture ids of graphs that are gone, for `release_gone`
 
     def __len__(self) -> int:
@@ -103,21 +101,17 @@ class GraphBook:
                     f"this stream records capture {current_id}, and that graph object holds a finished one",
                     "Pass the graph object that is being recorded into",
                 )
-            record = self._by_capture.get(current_id) or self._adopted.get(current_id)
-            if record is None:
-                record = GraphRecord(current_id, is_sanitized=bool(self._always_read))
-                self._adopted[current_id] = record
+            record = self.record_for(current_id)
             record.bind(g)
             self._by_graph[g] = record  # an earlier capture's pins go when the driver tells
             return
         if held_id == 0:
             raise self._refuse_adoption("it holds no finished capture", "Call adopt(g) inside the recording")
         if held_id is not None:
-            record = self._by_capture.get(held_id)
-            if record is None and bound is not None and bound.capture_id == held_id:
-                record = bound  # touched nothing, or was released
-            if record is None:
-                record = GraphRecord(held_id, is_sanitized=False)
+            known = self._by_capture.get(held_id)
+            if known is None and bound is not None and bound.capture_id == held_id:
+                known = bound  # released, or nothing is known of it
+            record = known or GraphRecord(held_id, is_sanitized=False)
             if record.released:
                 raise self._refuse_adoption("its pins were released", "Capture again")
             self.report_unread(record)
@@ -130,7 +124,7 @@ class GraphBook:
         unbound = [
             record
             for record in self._by_capture.values()
-            if record.graph is None and self._device.may_be_last_capture(record.capture_id)
+            if record.graph is None and record.reads and self._device.may_be_last_capture(record.capture_id)
         ]
         if unbound:
             raise self._refuse_adoption(
@@ -148,9 +142,7 @@ class GraphBook:
         """The record of the capture this thread's stream is in; the first call attaches its end to the graph."""
         record = self._by_capture.get(capture_id)
         if record is None:
-            record = self._adopted.pop(capture_id, None) or GraphRecord(
-                capture_id, is_sanitized=bool(self._always_read)
-            )
+            record = GraphRecord(capture_id, is_sanitized=bool(self._always_read))
             record.holds.extend(self._always_read)
             self._device.watch_capture(self.gone, record.holds)
             self._by_capture[capture_id] = record
@@ -159,7 +151,7 @@ class GraphBook:
     def eager_read_of(self, capture_id: int, plan: Plan) -> Read | None:
         """How the graph being recorded reads this plan's eager tables already, for whichever site."""
         record = self._by_capture.get(capture_id)
-        reads = () if record is None else record.reads.values()
+        reads = () if record is None else tuple(record.reads.values())  # other threads may record into it
         return next((read for read in reads if read.plan is plan and not read.captured), None)
 
     def pin(self, capture_id: int, plan: Plan, arena: Arena) -> list[Item]:
@@ -205,9 +197,12 @@ class GraphBook:
             read = Read(plan.site, plan.ubatch, plan.route, whole.rows, whole, item, plan.captured)
             record.reads[key] = read
             record.holds.append(whole.lens)
+        read.marks.append(mark if plan.whole is None else plan.whole)
         read.refreshes += refreshed
         if decoded_tokens is not None:
             read.note_decode(decoded_tokens)
+            if plan.captured and mark.capture_id != capture_id:
+                read.foreign_mark = mark
 
     def note_fallback(self, capture_id: int, plan: StepPlan | OffPlan, mark: Mark, decoded_tokens: int) -> None:
         """The graph being recorded runs the fallback over this length buffer."""
@@ -216,6 +211,7 @@ class GraphBook:
         if key not in record.reads:
             record.reads[key] = Read(plan.site, plan.ubatch, plan.route, mark.rows, mark, None, plan.captured)
             record.holds.append(mark.lens)
+        record.reads[key].marks.append(mark)
         record.reads[key].note_decode(decoded_tokens)
 
     def release(self, record: GraphRecord, reason: str) -> bool:

@@ -17,12 +17,15 @@ class Read:
     tables the graph itself contains; 0 means that somebody else must have refreshed them before each replay.
     is_decoded: the graph has a decode that reads them, and not only a refresh.
     table_tokens: what the narrowest block tables of its decodes have columns for; None without a decode.
+    marks: of all StepPlans that it was recorded with. foreign_mark: of one whose tables another graph refreshes.
     """
 
     __slots__ = (
         "captured",
+        "foreign_mark",
         "is_decoded",
         "mark",
+        "marks",
         "plan",
         "refreshes",
         "route",
@@ -43,6 +46,8 @@ class Read:
         self.refreshes = 0
         self.is_decoded = False
         self.table_tokens: int | None = None
+        self.marks: list[Mark] = []
+        self.foreign_mark: Mark | None = None
 
     def note_decode(self, table_tokens: int) -> None:
         """A decode of it, through block tables that have columns for so many tokens, was recorded."""
@@ -51,7 +56,7 @@ class Read:
 
     def is_of(self, plan: StepPlan) -> bool:
         """Whether it was recorded by this StepPlan."""
-        return self.mark is plan.mark and (self.site, self.ubatch) == (plan.site, plan.ubatch)
+        return any(mark is plan.mark for mark in self.marks) and (self.site, self.ubatch) == (plan.site, plan.ubatch)
 
     def __str__(self) -> str:
         return str(self.plan) if self.plan is not None else f"{self.site}/fallback/ub{self.ubatch}"

@@ -16,6 +16,8 @@ from .slot import Slot
 from .spec import Step
 
 _PLAN_FIRST = "Call plan_for(step) right before guard(), or let manager.replay(g, step) plan what is stale."
+_ANOTHER_ROUTE = "Decode this step without the graph, or capture it again for steps of this route."
+_ALL_OR_NONE = "Give the graph dummies for both, or give each a length buffer of its own."
 _PASS_THE_STEP = "Pass the step that was planned for this replay, over the captured rows and length buffer."
 
 
@@ -93,10 +95,14 @@ def match(record: GraphRecord, given: Sequence[Given], route_of: Callable[[Given
             if not record.refreshes_itself(read) and (read.plan, read.captured) in planned:
                 wanted = "a real one, as the site it shares the plan with has"
                 raise _stale(record, read, "step", f"a dummy of site {read.site!r}", wanted, way_out=_PASS_THE_STEP)
+            for other, real in matches:
+                if not real.is_dummy and empties_lens(record, read) and _share_lens(read, real):
+                    wanted = f"a real one, as {other} has, whose lengths lie in the same buffer"
+                    raise _stale(record, read, "step", f"a dummy of site {read.site!r}", wanted, way_out=_ALL_OR_NONE)
             continue
         decision = route_of(one, read)
         if decision.route != read.route:
-            raise _stale(record, read, "route", decision, read.route, way_out=_PASS_THE_STEP)
+            raise _stale(record, read, "route", decision, read.route, way_out=_ANOTHER_ROUTE)
         max_tokens = one.step.max_tokens
         if max_tokens is not None and read.table_tokens is not None and max_tokens > read.table_tokens:
             raise ConfigError(
@@ -104,6 +110,16 @@ def match(record: GraphRecord, given: Sequence[Given], route_of: Callable[[Given
                 f"columns for {read.table_tokens:,} tokens. Capture with wider tables, or serve this step eagerly."
             )
     return matches
+
+
+def empties_lens(record: GraphRecord, read: Read) -> bool:
+    """Whether a dummy of this read is one by zeros in the length buffer: the graph plans, or decodes, from that."""
+    return read.plan is None or record.refreshes_itself(read)
+
+
+def _share_lens(read: Read, real: Given) -> bool:
+    """Whether zeros in the buffer of `read` would be lengths of a real step."""
+    return read.mark.address < real.address + 4 * real.rows and real.address < read.mark.address + 4 * read.rows
 
 
 def _difference(record: GraphRecord, read: Read, one: Given) -> tuple[int, str, object, object] | None:
@@ -129,18 +145,22 @@ def check_foreign(record: GraphRecord, matches: Iterable[Match]) -> None:
     """
     for one in matches:
         read = one.read
-        if read.plan is None or not read.captured or one.given.is_dummy or record.refreshes_itself(read):
+        recorded = read.foreign_mark
+        if recorded is None or one.given.is_dummy:
             continue
         held = one.tables.mark
         difference: tuple[str, object, object] | None
-        if held is not None and held.capture_id != read.mark.capture_id:
-            difference = "refreshing capture", read.mark.capture_id, held.capture_id
+        if held is not None and held is not EMPTY and held.capture_id != recorded.capture_id:
+            difference = "refreshing capture", recorded.capture_id, held.capture_id
         else:
             difference = _mark_difference(one, held)
             if difference is None and held is not None and record.capture_id in held.consumers:
                 difference = "mark", "another replay's", "lengths that this graph was replayed for already"
         if difference is not None:
-            way_out = f"Replay graph of capture {read.mark.capture_id} for this step first, which refreshes them."
+            way_out = (
+                f"Replay graph of capture {recorded.capture_id} for this step first, which refreshes them; if that is "
+                "gone, or refreshes them several times, capture this graph with a plan_for of its own."
+            )
             raise _stale(record, read, *difference, way_out=way_out)
 
 
@@ -174,7 +194,7 @@ def _mark_difference(one: Match, held: Mark | None) -> tuple[str, object, object
         return "mark", owner, "no known lengths (the tables')"
     if held is EMPTY:
         return "mark", owner, "emptied for a dummy step (the tables')"
-    if held is one.read.mark and held.capture_id:
+    if held is one.read.foreign_mark:
         return "mark", owner, "a refresh that was recorded and never replayed (the tables')"
     difference = one.given.difference(held)
     if difference is None:

@@ -35,7 +35,7 @@ from .errors import (
 from .events import Announcer, Event, logger
 from .graph_book import GraphBook
 from .graph_record import GraphRecord, Read
-from .guard import Given, Match, check_foreign, check_planned, match, stale_eager
+from .guard import Given, Match, check_foreign, check_planned, empties_lens, match, stale_eager
 from .hint import tell_once_what_off_costs
 from .identity import Singular
 from .item import Item, State
@@ -784,7 +784,8 @@ class PlanManager(Singular):
             self._order(slot.arena)
             pair, scratch = item.pair, slot.arena.buffer
         assert pair is not None
-        if pair.eager.mark is not mark:
+        found = pair.eager.mark
+        if found is not mark and not (found is not None and found.is_same_step(mark)):
             self._check_unmoved(plan, mark, pair.eager)
             self._refresh(pair.eager, mark)
         return pair.eager, scratch
@@ -1090,7 +1091,7 @@ class PlanManager(Singular):
             self._announcer.deliver()
 
     @undisturbed
-    def guard(self, g: Graph | StepPlan, *steps: Step) -> None:
+    def guard(self, g: Graph | StepPlan | OffPlan, *steps: Step) -> None:
         """Check that the next replay of g decodes the work of these steps; call it before g.replay(), on its stream.
 
         g: the graph object; or, for an engine that never sees its graphs, the StepPlan that pa_decode recorded, where
@@ -1107,6 +1108,10 @@ class PlanManager(Singular):
         Capture: no. Syncs: no. Allocates: no.
         """
         self._enter("guard")
+        if isinstance(g, OffPlan):
+            for step in steps:
+                self._inspect(step)
+            return  # planlife is off: the graph runs the fallback, over the lengths that are in the buffer then
         try:
             record, matches = self._match(g, steps, "guard")
             check_planned(record, matches)
@@ -1187,9 +1192,10 @@ class PlanManager(Singular):
         Also where the tables were emptied before: a sleep may have overwritten them.
         """
         read = one.read
-        if record.reads_lens(read) and (read.plan is None or record.refreshes_itself(read)):
-            self._device.fill(read.mark.lens, 0)
-        elif read.plan is not None and one.tables not in emptied:
+        if empties_lens(record, read):
+            self._device.empty_lens(read.mark.lens)
+        if (read.foreign_mark or not empties_lens(record, read)) and one.tables not in emptied:
+            assert read.plan is not None
             with read.plan.lock:
                 self._refresh(one.tables, EMPTY)
             emptied.add(one.tables)

@@ -114,6 +114,16 @@ class Mark(Singular):
         held = self.owner
         return held if held is None or isinstance(held, int) else held()
 
+    def is_same_step(self, other: Mark) -> bool:
+        """Whether another mark speaks of the same lengths: of one owner, revision, buffer, rows and version."""
+        owner = other.held_owner()
+        return (
+            self.is_owned_by(owner)
+            and self.capture_id == other.capture_id
+            and (self.revision, self.rows, self.address, self.version)
+            == (other.revision, other.rows, other.address, other.version)
+        )
+
     def allows_skip(self, epoch: int) -> bool:
         """Whether a plan_for of the same step may skip its refresh, by the ends of steps seen so far.
 

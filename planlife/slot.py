@@ -64,7 +64,10 @@ class Answers:
 
     def known(self, step: Step, rows: int, address: int, version: int | None) -> StepPlan | None:
         """What was answered for exactly this step, if it is still remembered."""
-        for plan in (self.last, self.last_fallback):
+        last = self.last
+        if last is not None and (last.tables is None or last.tables.mark is not last.mark):
+            last = None  # planned again since, or evicted
+        for plan in (self.last_fallback, last):
             if plan is not None and plan.mark.difference(step, rows, address, version) is None:
                 return plan
         return None

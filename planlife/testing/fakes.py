@@ -447,6 +447,9 @@ class FakeDevice:
     def fill(self, tensor: FakeTensor, value: float) -> None:
         tensor.fill_(value)
 
+    def empty_lens(self, context_lens: FakeTensor) -> None:
+        context_lens._store([0] * len(context_lens))
+
     def zeros_flags(self, num_words: int) -> FakeTensor:
         return FakeTensor(num_words, "int64", self.name)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from planlife import CapacityLadder, PlanManager, RouteError, StalePlanError
+from planlife import CapacityLadder, PlanlifeError, PlanManager, RouteError, StalePlanError
 
 from .world import BEFORE_REPLAY, World, both_styles, new_device, small_spec
 
@@ -117,6 +117,48 @@ def test_a_graph_that_is_captured_again_by_its_engine_is_bound_to_its_new_captur
     world.output.fill_(torch.nan)
     world.manager.replay(graph, world.step(5))
     world.assert_right(world.output, world.expected())
+
+
+@pytest.mark.parametrize("first", ["adopted inside", "by the manager", "adopted, and failed"])
+@pytest.mark.parametrize("adopted_after", [False, True])
+def test_a_binding_to_a_capture_without_plans_does_not_outlive_it(first: str, adopted_after: bool) -> None:
+    """The graph object is recorded into again by its engine, with plans and without adopt."""
+    world = World(warm=True)
+    world.set_lens(LENS)
+    graph = world.new_graph()
+    if first == "by the manager":
+        with world.manager.graph(graph):
+            world.query.add_(0)
+    elif first == "adopted inside":
+        with world.record(graph):
+            world.manager.adopt(graph)
+            world.query.add_(0)
+    else:
+        with pytest.raises(ZeroDivisionError), world.record(graph):
+            world.manager.adopt(graph)
+            raise ZeroDivisionError
+    graph.reset()
+    world.settle()
+    plan = world.manager.plan_for(world.step())
+    with world.record(graph):
+        world.decode(plan)
+    if adopted_after:
+        with pytest.raises(RouteError, match="inside the recording"):
+            world.manager.adopt(graph)
+    world.set_lens(world.random_lens(8))
+    for call in (world.manager.guard, world.manager.replay):
+        with pytest.raises(RouteError, match="holds no pins here"):
+            call(graph, world.step())
+
+
+def test_a_refused_decode_leaves_a_capture_that_touches_no_plan() -> None:
+    world = World(warm=True)
+    world.set_lens(LENS)
+    abandoned = world.new_graph()
+    plan = world.manager.plan_for(world.step())
+    with world.record(abandoned), pytest.raises(PlanlifeError):
+        world.decode(plan, query=world.query[:, :1])
+    world.manager.adopt(capture_without_plans(world))
 
 
 def test_a_graph_that_holds_another_capture_cannot_be_adopted_into_a_recording() -> None:

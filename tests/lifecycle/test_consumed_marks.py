@@ -463,3 +463,142 @@ def test_a_dummy_replay_after_a_sleep_reads_nothing(style: str, byte: int) -> No
             world.manager.guard(graph, dummy)
             graph.replay()
         assert (world.output == 0).all()
+
+
+@pytest.mark.parametrize("second", ["in graph", "fallback"])
+def test_a_dummy_beside_a_real_step_over_the_same_lengths_is_refused(second: str) -> None:
+    """Its zeros would be the real step's lengths. Over lengths of its own it is let through."""
+    sites = {"a": small_spec(), "b": small_spec()}
+    world = World(sites=sites, fallback="torch")
+    with world.manager.capture_phase():
+        world.manager.warm(8)
+    if second == "fallback":
+        world.manager.trim(0)
+        world.manager.plan_for(world.step(site="a"))  # brings a back, and not b
+    own_lens = world.lens_buffer()
+    for lens in (world.lens, own_lens):
+        world.set_lens(LENS)
+        steps = [world.step(site="a"), world.step(site="b", lens=lens)]
+        other = torch.full_like(world.output, torch.nan)
+        with world.manager.graph() as graph:
+            world.decode(world.manager.plan_for(steps[0]))
+            world.decode(world.manager.plan_for(steps[1]), output=other)
+        replayed = world.step(site="a"), world.step(site="b", dummy=True)
+        if lens is world.lens:
+            for call in (world.manager.guard, world.manager.replay):
+                with pytest.raises(StalePlanError, match="a dummy of site 'b', wanted a real one, as a/8/ub0 has"):
+                    call(graph, *replayed)
+            assert world.lens.tolist() == LENS
+        else:
+            world.manager.replay(graph, *replayed)
+            world.assert_right(world.output, world.expected())
+            assert (other == 0).all()
+
+
+def test_the_zeros_of_an_idle_ubatch_move_nothing_of_the_other() -> None:
+    """Both have halves of one buffer, whose version they share."""
+    world = make_world(ubatches=2, ladder=CapacityLadder([4]))
+    world.set_lens(LENS)
+    halves, rows = [world.lens[:4], world.lens[4:]], [slice(0, 4), slice(4, 8)]
+    with world.manager.graph() as first:
+        plans = [world.manager.plan_for(Step(half, owner=1, ubatch=ub)) for ub, half in enumerate(halves)]
+        for ub, plan in enumerate(plans):
+            world.decode(
+                plan, query=world.query[rows[ub]], output=world.output[rows[ub]], tables=world.tables[rows[ub]]
+            )
+    with world.manager.graph() as second:
+        world.decode(plans[0], query=world.query[:4], output=world.output[:4])
+    world.set_lens(world.random_lens(8))
+    steps = [Step(halves[0], owner=2), Step(halves[1], owner=2, ubatch=1, dummy=True)]
+    expected = world.expected()
+    world.manager.replay(first, *steps)
+    assert world.lens[4:].tolist() == [0] * 4
+    world.output.fill_(torch.nan)
+    world.manager.replay(second, steps[0])
+    world.assert_right(world.output[:4], expected[:4])
+
+
+def test_a_graph_that_decodes_anothers_tables_before_its_own_refresh_needs_the_others_replay() -> None:
+    """A target layer by the first graph's plan, and a draft's refresh of the same tables behind it."""
+    world = make_world()
+    world.set_lens(LENS)
+    owner = object()
+    with world.manager.graph() as first:
+        plan = world.manager.plan_for(Step(world.lens, owner=owner))
+        world.decode(plan)
+    outputs = [torch.full_like(world.output, torch.nan) for _ in range(2)]
+    with world.manager.graph() as second:
+        world.decode(plan, output=outputs[0])
+        world.decode(world.manager.plan_for(Step(world.lens, owner=owner, revision=1)), output=outputs[1])
+    for number in range(3):
+        world.set_lens(world.random_lens(8))
+        step = Step(world.lens, owner=number)
+        for call in (world.manager.guard, world.manager.replay):
+            with pytest.raises(StalePlanError, match=r"Replay graph of capture \d+ for this step first"):
+                call(second, step)
+        world.manager.replay(first, step)
+        world.manager.replay(second, step)
+        for output in outputs:
+            world.assert_right(output, world.expected())
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["tensors with a version", "inference tensors"])
+def test_one_step_plan_serves_a_step_that_begins_with_an_eager_layer(inference: bool) -> None:
+    world = make_world(inference=inference)
+    world.set_lens(LENS)
+    graphs = piecewise(world)
+    for number in range(3):
+        world.set_lens(world.random_lens(8))
+        step = Step(world.lens, owner=number)
+        before = world.counters()["refreshes"]
+        plan = world.manager.plan_for(step)
+        for graph in graphs:
+            world.output.fill_(torch.nan)
+            world.assert_right(world.decode(plan), world.expected())
+            world.output.fill_(torch.nan)
+            world.manager.replay(graph, step)
+            world.assert_right(world.output, world.expected())
+        assert world.counters()["refreshes"] <= before + 2  # the first replay cannot know that it is the same step
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["tensors with a version", "inference tensors"])
+def test_a_graph_of_the_fallback_is_replayed_under_one_owner_for_ever(inference: bool) -> None:
+    """C92: what was planned under that owner before is no answer of now."""
+    world = make_world(inference=inference, fallback="torch")
+    world.set_lens(LENS)
+    world.eager(Step(world.lens, owner=RUNNER))
+    world.manager.trim(0)
+    graph = world.capture(Step(world.lens, owner=RUNNER), IN_GRAPH)
+    for _ in range(3):
+        world.set_lens(world.random_lens(8))
+        world.output.fill_(torch.nan)
+        world.manager.replay(graph, Step(world.lens, owner=RUNNER))
+        world.assert_right(world.output, world.expected())
+
+
+def test_guard_knows_every_step_plan_that_a_read_was_recorded_with() -> None:
+    world = make_world()
+    world.set_lens(LENS)
+    owner = object()
+    with world.manager.graph() as graph:
+        plans = []
+        for number in range(2):
+            plans.append(world.manager.plan_for(Step(world.lens, owner=owner, revision=number)))
+            world.decode(plans[-1])
+    for plan in plans:
+        world.manager.guard(plan, Step(world.lens, owner=owner))
+    assert graph is not None
+
+
+def test_an_engine_that_hands_guard_its_step_plans_may_switch_planlife_off() -> None:
+    world = World(enabled=False, fallback="torch")
+    world.set_lens(LENS)
+    plan = world.manager.plan_for(world.step())
+    graph = world.new_graph()
+    with world.record(graph):
+        world.decode(plan)
+    world.manager.guard(plan, world.step())
+    graph.replay()
+    world.assert_right(world.output, world.expected())
+    with pytest.raises(ConfigError):
+        world.manager.guard(plan, world.step(site="nowhere"))

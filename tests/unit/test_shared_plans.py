@@ -412,8 +412,8 @@ def test_what_a_graph_refreshes_besides_does_not_pass_for_what_it_reads(what: st
     assert call["output"].values == LENS
 
 
-def test_a_dummy_beside_a_real_step_of_another_site_that_falls_back_too_is_let_through() -> None:
-    """They share no plan: there is nothing to empty."""
+def test_a_dummy_beside_a_real_step_of_another_site_that_falls_back_too_needs_lengths_of_its_own() -> None:
+    """They share no plan; zeros for the one would be the other's lengths."""
     world = FakeWorld(sites={"a": spec(), "b": spec()}, fallback=live_lens_fallback)
     steps = {site: world.step(LENS, site=site) for site in world.sites}
     calls = {site: world.call(4, site) for site in world.sites}
@@ -421,4 +421,6 @@ def test_a_dummy_beside_a_real_step_of_another_site_that_falls_back_too_is_let_t
     with world.manager.graph() as g:
         for site, plan in plans.items():
             world.manager.pa_decode(plan, **calls[site])
-    world.manager.guard(g, steps["a"], step_of(steps["b"], "b", dummy=True))
+    with pytest.raises(StalePlanError, match="whose lengths lie in the same buffer"):
+        world.manager.guard(g, steps["a"], step_of(steps["b"], "b", dummy=True))
+    world.manager.guard(g, *(step_of(steps[site], site, dummy=True) for site in world.sites))
