@@ -1103,6 +1103,9 @@ class PlanManager(Singular):
         such tables instead, and writes zeros into the length buffers that g reads, on the current stream. The current
         stream waits, on the device, for what other streams were given of those plans.
 
+        A step is known by its owner: under one owner for ever it takes a step for the one that an eager decode had
+        before, if torch cannot see the lengths being written. replay() does not.
+
         Raises StalePlanError naming graph, plan, field, found and wanted, RouteError while recording or for a graph
         that this manager does not know, ConfigError for a bad step or what is no graph. A refusal changes nothing.
         Capture: no. Syncs: no. Allocates: no.
@@ -1206,7 +1209,8 @@ class PlanManager(Singular):
 
         Tables that g refreshes itself need nothing. Each eager table set that g reads is refreshed, at most once, where
         it holds another step's lengths, or lengths that g was replayed for, or that an eager decode had before any
-        graph: so an owner that lives for ever is right here. A plan_for before it is not needed, and costs nothing.
+        graph: so a replay is right under an owner that lives for ever, too. A plan_for before it is not needed, and
+        costs nothing.
 
         Raises what guard raises, but for tables that are only stale, and StalePlanError where two steps need different
         lengths in one table set, or with sanitize="raise" if a decode in g read stale tables or clamped a length.
@@ -1478,7 +1482,10 @@ class PlanManager(Singular):
         if stale:
             reason = f"the sanitizer saw {stale} decode(s) whose tables were not made from the lengths in the buffer"
             self._announcer.note("stale", self._device.name, reason)
-            wrong.append(f"{reason}. Call plan_for after every write to the lengths, before the replay.")
+            wrong.append(
+                f"{reason}. Call plan_for after every write to the lengths, before the replay, for a step whose owner "
+                "is new: under another step's owner, lengths that torch cannot see being written count as the same."
+            )
         if clamped:
             wrong.append(
                 f"the sanitizer saw {clamped} length(s) above max_context_tokens, or above what the block tables have "

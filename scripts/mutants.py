@@ -119,8 +119,8 @@ GUARDS = (
     Guard(
         "the capture id in adopt",
         "planlife/graph_book.py",
-        "record = self._by_capture.get(current_id) or self._adopted.get(current_id)\n",
-        "record = next(iter(self._by_capture.values()), None)\n",
+        "record = self.record_for(current_id)\n",
+        "record = next(iter(self._by_capture.values()), None) or self.record_for(current_id)\n",
         f"{LIFECYCLE}::test_a_capture_that_touches_no_plan_never_gets_another_graphs_pins",
         "lifecycle/test_adopt.py::test_a_capture_that_touches_no_plan_never_gets_another_graphs_pins",
     ),
